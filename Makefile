@@ -1,0 +1,36 @@
+# Every target sets up .venv from nothing and is quick when it is there already.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: demo test lint format setup clean
+
+demo: setup ## draw the catalogue of communication graphs for 16 workers
+	$(BIN)/gossamer demo --out demo
+
+test: setup
+	OMP_NUM_THREADS=1 $(BIN)/pytest
+
+lint: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/codespell
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Gossamer needs Python 3.11 or newer, got $$($(PYTHON) --version); run make PYTHON=/path/to/python3.11"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench,dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) demo dist build .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
