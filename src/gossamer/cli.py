@@ -2,25 +2,150 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from gossamer.errors import UserError
+from gossamer.topology import CATALOGUE, Round, Schedule, parse
+from gossamer.topology.parse import example
+from gossamer.topology.summary import Summary, summarize
 
 app = typer.Typer(
     name="gossamer",
-    help="Decentralized data-parallel training for PyTorch.",
     no_args_is_help=True,
-    add_completion=True,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
+console = Console()
+
+Workers = Annotated[int, typer.Option("--workers", "-n", help="Number of workers.")]
+Params = Annotated[float, typer.Option(help="Parameters of the model, sent as 4 bytes each.")]
 
 
 @app.callback()
-def _gossamer() -> None:  # pyright: ignore[reportUnusedFunction]
-    """Decentralized data-parallel training for PyTorch."""
+def gossamer() -> None:
+    """Decentralized data-parallel training for PyTorch.
+
+    Workers mix parameters with a few neighbours instead of all-reducing gradients.
+    """
+
+
+@app.command(rich_help_panel="Look")
+def topology(
+    name: Annotated[str | None, typer.Argument(help='A topology, such as "lattice(k=4)".')] = None,
+    workers: Workers = 16,
+    params: Params = 25.6e6,
+    rounds: Annotated[int, typer.Option(help="How many rounds to show.")] = 4,
+    html: Annotated[Path | None, typer.Option(help="Write a picture as a page.")] = None,
+    png: Annotated[Path | None, typer.Option(help="Write a picture as an image.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
+) -> None:
+    """Compare the communication graphs, or look at one of them.
+
+    Examples: `gossamer topology -n 16`, `gossamer topology "lattice(k=4)" -n 32 --html graph.html`.
+    """
+    schedules, missing = _build(name, workers)
+    summaries = [summarize(schedule) for schedule in schedules]
+    if as_json:
+        for summary in summaries:
+            print(json.dumps(asdict(summary)))
+    else:
+        console.print(_summary_table(summaries, params))
+        for reason in missing:
+            console.print(f"[dim]{escape(reason)}[/]", highlight=False)
+        if name is not None:
+            for step in range(min(rounds, schedules[0].period or rounds)):
+                console.print(_round_table(schedules[0].round(step), step))
+    _save_pictures(schedules, name, rounds, [path for path in (html, png) if path])
+
+
+@app.command(rich_help_panel="Look")
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("demo"),
+    workers: Workers = 16,
+) -> None:
+    """Compare all communication graphs on one page: how fast, and at what cost, workers agree.
+
+    Example: `gossamer demo --out demo`.
+    """
+    topology(workers=workers, html=out / "topologies.html")
+
+
+def _build(name: str | None, workers: int) -> tuple[list[Schedule], list[str]]:
+    """Return the named schedule, or the whole catalogue and why some of it cannot be built."""
+    if name is not None:
+        return [parse(example(name) if name in CATALOGUE else name, workers)], []
+    schedules: list[Schedule] = []
+    missing: list[str] = []
+    for entry in CATALOGUE:
+        try:
+            schedules.append(parse(example(entry), workers))
+        except UserError as error:
+            missing.append(f"not on {workers} workers: {error}")
+    if not schedules:
+        raise UserError(f"a topology needs at least one worker, got {workers}")
+    return schedules, missing
+
+
+def _summary_table(summaries: list[Summary], params: float) -> Table:
+    table = Table(title=f"{summaries[0].num_workers} workers, {params / 1e6:.3g} M parameters")
+    table.add_column("topology")
+    for heading in ("degree", "messages", "MB sent", "p", "exact after"):
+        table.add_column(heading, justify="right")
+    for summary in summaries:
+        exact = summary.rounds_to_consensus
+        table.add_row(
+            summary.name,
+            str(summary.degree),
+            f"{summary.messages:.4g}",
+            f"{summary.copies_sent * params * 4 / 1e6:,.0f}",
+            f"{summary.mixing_rate:.3g}",
+            "asymptotic" if exact is None else f"{exact} round{'s'[exact == 1 :]}",
+        )
+    table.caption = (
+        "per worker and round; MB: of the busiest worker, groups as all-reduces;\n"
+        "p: least share of the squared consensus error that a round removes"
+    )
+    return table
+
+
+def _round_table(round: Round, step: int, most: int = 32) -> Table:
+    table = Table(title=f"round {step}", title_justify="left")
+    for heading in ("worker", "keeps", "receives from", "sends to"):
+        table.add_column(heading, justify="left" if " " in heading else "right")
+    for worker in range(min(most, round.num_workers)):
+        part = round.neighbours(worker)
+        heard = zip(*part.receives, strict=True)
+        table.add_row(
+            str(worker),
+            f"{part.self_weight:.3g}",
+            "  ".join(f"{sender} × {weight:.3g}" for sender, weight in heard),
+            "  ".join(str(receiver) for receiver in part.sends.workers),
+        )
+    if round.num_workers > most:
+        table.caption = f"the first {most} of {round.num_workers} workers"
+    return table
+
+
+def _save_pictures(
+    schedules: list[Schedule], name: str | None, rounds: int, paths: list[Path]
+) -> None:
+    if not paths:
+        return
+    from gossamer import picture  # plotly takes a while to import
+
+    figure = picture.gallery(schedules) if name is None else picture.draw(schedules[0], rounds)
+    for path in paths:
+        picture.save(figure, path)
+        console.print(f"wrote {path}")
 
 
 def main() -> None:
@@ -28,5 +153,5 @@ def main() -> None:
     try:
         app()
     except UserError as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False)
+        Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
         sys.exit(2)

@@ -1,0 +1,348 @@
+"""Pictures of topologies: the graph and the matrix of each round, and the race to consensus.
+
+Figures are plotly's; ``save`` writes them as a page that opens offline, or as an image.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from textwrap import wrap
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gossamer.errors import UserError
+from gossamer.topology import Round, Schedule
+from gossamer.topology.round import FloatArray, IntArray
+from gossamer.topology.spectrum import consensus_decay, window
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+_MAX_EDGES_DRAWN = 3000
+_MAX_MATRIX_SIDE = 200
+
+# Okabe and Ito's palette: distinguishable with every common form of colour blindness.
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+_DASHES = ("solid", "dash", "dot")
+_INK, _FAINT = "#1f2933", "#9aa5b1"
+
+
+def draw(schedule: Schedule, num_rounds: int = 4) -> Figure:
+    """Return a figure of the first rounds: the graph of each with its matrix."""
+    rounds = _first_rounds(schedule, num_rounds)
+    alone = len(rounds) == 1  # graph and matrix side by side, else one above the other
+    rows, columns = (1, 2) if alone else (2, len(rounds))
+    figure = _subplots(
+        rows=rows,
+        cols=columns,
+        subplot_titles=None if alone else [f"round {step}" for step in range(columns)],
+        vertical_spacing=0.06,
+        horizontal_spacing=0.1 / columns,
+    )
+    for index, round in enumerate(rounds, start=1):
+        _add_graph(figure, [round], row=1, column=index)
+        _add_matrix(figure, round, row=rows, column=columns if alone else index)
+    figure.update_yaxes(title_text="receiver", row=rows, col=2 if alone else 1)
+    figure.update_coloraxes(
+        colorscale="Blues",
+        cmin=0,
+        cmax=max(float(round.matrix().max()) for round in rounds),
+        colorbar={"title": "weight", "len": 0.4, "y": 0.2, "thickness": 12},
+    )
+    side = 480 if alone else 330
+    return _finish(
+        figure,
+        title=f"{schedule.name} on {schedule.num_workers} workers",
+        width=side * columns + 120,
+        height=side * rows + 110,
+    )
+
+
+def gallery(schedules: Sequence[Schedule], steps: int = 16, columns: int = 6) -> Figure:
+    """Return a figure that compares schedules: consensus error by round and by cost, then graphs.
+
+    All schedules must be on the same number of workers.
+    """
+    graph_rows = math.ceil(len(schedules) / columns)
+    left, right = columns // 2, columns - columns // 2
+    race: list[dict[str, Any] | None] = [{"colspan": left}, *[None] * (left - 1)]
+    race += [{"colspan": right}, *[None] * (right - 1)]
+    figure = _subplots(
+        rows=1 + graph_rows,
+        cols=columns,
+        specs=[race, *[[{}] * columns for _ in range(graph_rows)]],
+        row_heights=[2.0] + [1.0] * graph_rows,
+        subplot_titles=[
+            "consensus error left after t rounds",
+            "the same, by model copies that the busiest worker has sent",
+            *[_short_title(schedule) for schedule in schedules],
+        ],
+        vertical_spacing=0.09,
+        horizontal_spacing=0.03,
+    )
+    for index, schedule in enumerate(schedules):
+        _add_race(figure, schedule, steps, index, second_column=left + 1)
+        row, column = divmod(index, columns)
+        _add_graph(figure, _first_rounds(schedule, 4), row=2 + row, column=1 + column, labels=False)
+    for column in (1, left + 1):
+        figure.update_yaxes(
+            type="log", range=[-4.2, 0.1], exponentformat="power", dtick=1, row=1, col=column
+        )
+    figure.update_xaxes(title_text="rounds", row=1, col=1)
+    figure.update_xaxes(title_text="copies sent", row=1, col=left + 1, range=[0, steps])
+    return _finish(
+        figure,
+        title=f"The catalogue on {schedules[0].num_workers} workers; rounds of a cycle in colours",
+        width=1280,
+        height=520 + 250 * graph_rows,
+        legend=True,
+    )
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure as .html (self-contained), .png or .svg; the file appears whole or not at all.
+
+    Images need a Chrome or Chromium on the machine.
+    """
+    suffix = path.suffix.lower()
+    if suffix == ".html":
+        data = str(figure.to_html(include_plotlyjs=True)).encode()
+    elif suffix in (".png", ".svg"):
+        data = _render(figure, suffix[1:])
+    else:
+        raise UserError(f"a picture is a .html, .png or .svg file, got {path.name!r}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(
+            dir=path.parent, prefix=f".{path.name}.", delete=False
+        ) as f:
+            f.write(data)
+        os.chmod(f.name, 0o644)
+        os.replace(f.name, path)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; choose another folder") from error
+
+
+def _render(figure: Figure, kind: str) -> bytes:
+    try:
+        return figure.to_image(format=kind, scale=2 if kind == "png" else 1)
+    except (ImportError, RuntimeError, ValueError) as error:
+        raise UserError(
+            "images are drawn by kaleido in a Chrome or Chromium, and that failed "
+            f"({str(error).strip().splitlines()[0]}); install chromium and gossamer[bench], "
+            "or write .html, which needs neither"
+        ) from error
+
+
+def _subplots(**layout: Any) -> Figure:
+    try:
+        from plotly.subplots import make_subplots
+    except ImportError as error:
+        raise UserError(
+            "pictures need plotly, which is not installed; pip install 'gossamer[bench]'"
+        ) from error
+    return make_subplots(**layout)
+
+
+def _finish(figure: Figure, *, title: str, width: int, height: int, legend: bool = False) -> Figure:
+    figure.update_layout(
+        title={"text": title, "x": 0.02, "font": {"size": 20}},
+        template="simple_white",
+        font={"family": "system-ui, sans-serif", "color": _INK, "size": 12},
+        width=width,
+        height=height,
+        margin={"l": 50, "r": 30, "t": 90, "b": 40},
+        showlegend=legend,
+        legend={"font": {"size": 11}},
+    )
+    figure.update_annotations(font_size=12)
+    return figure
+
+
+def _first_rounds(schedule: Schedule, limit: int) -> list[Round]:
+    """Return the first rounds until they repeat, at most `limit`."""
+    rounds: list[Round] = []
+    for step in range(min(limit, window(schedule))):
+        round = schedule.round(step)
+        if round in rounds:
+            break
+        rounds.append(round)
+    return rounds
+
+
+def _short_title(schedule: Schedule) -> str:
+    name, _, arguments = schedule.name.partition("(")
+    return f"<b>{name}</b><br>{'<br>'.join(wrap(arguments.rstrip(')'), 24))}"
+
+
+def _add_graph(
+    figure: Figure, rounds: Sequence[Round], *, row: int, column: int, labels: bool = True
+) -> None:
+    """Draw workers on a circle and, for each round in a colour, who hears whom."""
+    num_workers = rounds[0].num_workers
+    angles = np.pi / 2 - 2 * np.pi * np.arange(num_workers) / num_workers
+    points = np.column_stack([np.cos(angles), np.sin(angles)])
+    at: dict[str, Any] = {"row": row, "col": column}
+    for round, color in zip(rounds, PALETTE, strict=False):
+        _add_edges(figure, round, points, color, at)
+    named = labels and num_workers <= 40
+    figure.add_scatter(
+        x=points[:, 0],
+        y=points[:, 1],
+        mode="markers+text" if named else "markers",
+        text=[str(worker) for worker in range(num_workers)],
+        textfont={"size": 9, "color": "white"},
+        marker={"size": 19 if named else float(np.clip(160 / num_workers, 2, 9)), "color": _INK},
+        hovertext=_hover_texts(rounds[0]) if num_workers <= 200 else None,
+        hoverinfo="text",
+        showlegend=False,
+        **at,
+    )
+    figure.update_xaxes(visible=False, range=[-1.25, 1.25], **at)
+    anchor = _axis_name(figure, row, column)
+    figure.update_yaxes(visible=False, range=[-1.25, 1.25], scaleanchor=anchor, **at)
+
+
+def _add_edges(
+    figure: Figure, round: Round, points: FloatArray, color: str, at: dict[str, Any]
+) -> None:
+    receivers, senders, share = _edges_to_draw(round)
+    curves = _curves(points[senders], points[receivers])
+    figure.add_scatter(
+        x=curves[..., 0].ravel(),
+        y=curves[..., 1].ravel(),
+        mode="lines",
+        line={"width": 1.6 if len(senders) < 200 else 0.8, "color": color},
+        opacity=float(np.clip(6 / math.sqrt(len(senders) + 1), 0.12, 0.8)),
+        hoverinfo="skip",
+        showlegend=False,
+        **at,
+    )
+    if not round.symmetric:
+        _add_arrowheads(figure, curves, color, at)
+    if share < 1:
+        note = {"font": {"size": 10, "color": _FAINT}, "showarrow": False}
+        figure.add_annotation(text=f"{share:.1%} of the edges drawn", x=0, y=-1.18, **note, **at)
+
+
+def _edges_to_draw(round: Round) -> tuple[IntArray, IntArray, float]:
+    """Return receivers and senders, each link once where it goes both ways, thinned if many."""
+    matrix = round.matrix().tocoo()
+    receivers, senders = (index.astype(np.int64) for index in matrix.coords)
+    keep = receivers < senders if round.symmetric else receivers != senders
+    receivers, senders = receivers[keep], senders[keep]
+    step = math.ceil(len(receivers) / _MAX_EDGES_DRAWN) or 1
+    chosen = slice(None, None, step)
+    share = len(receivers[chosen]) / max(len(receivers), 1)
+    return receivers[chosen], senders[chosen], share if len(receivers) else 1.0
+
+
+def _curves(starts: FloatArray, ends: FloatArray, num_points: int = 9) -> FloatArray:
+    """Return [edges, points + 1, 2]: curves towards the middle, the longer the more; then a gap."""
+    t = np.linspace(0, 1, num_points)[None, :, None]
+    chord = np.linalg.norm(starts - ends, axis=1)[:, None, None]
+    bend = (1 - chord / 4) * (starts + ends)[:, None, :] / 2
+    curves = (1 - t) ** 2 * starts[:, None] + 2 * t * (1 - t) * bend + t**2 * ends[:, None]
+    gap = np.full((len(starts), 1, 2), np.nan)
+    return np.concatenate([curves, gap], axis=1)
+
+
+def _add_arrowheads(figure: Figure, curves: FloatArray, color: str, at: dict[str, Any]) -> None:
+    """Mark the direction of each curve at two thirds of its way."""
+    tip = 2 * curves.shape[1] // 3
+    tips, tails = curves[:, tip], curves[:, tip - 1]
+    dx, dy = (tips - tails).T
+    figure.add_scatter(
+        x=tips[:, 0],
+        y=tips[:, 1],
+        mode="markers",
+        marker={
+            "symbol": "triangle-up",
+            "size": 7,
+            "color": color,
+            "angle": np.degrees(np.arctan2(dx, dy)),
+        },
+        hoverinfo="skip",
+        showlegend=False,
+        **at,
+    )
+
+
+def _hover_texts(round: Round) -> list[str]:
+    def text(worker: int) -> str:
+        part = round.neighbours(worker)
+        heard = ", ".join(f"{w} ({weight:.3g})" for w, weight in zip(*part.receives, strict=True))
+        return f"worker {worker} keeps {part.self_weight:.3g}<br>receives from {heard or 'nobody'}"
+
+    return [text(worker) for worker in range(round.num_workers)]
+
+
+def _add_matrix(figure: Figure, round: Round, *, row: int, column: int) -> None:
+    """Draw W as a heat map: row i is what worker i gives to each sender."""
+    dense, block = _shrink(round.matrix().toarray())
+    gap = 1 if len(dense) <= 40 else 0
+    figure.add_heatmap(
+        z=np.where(dense > 0, dense, np.nan).astype(np.float32),
+        dx=block,
+        dy=block,
+        coloraxis="coloraxis",
+        hovertemplate="worker %{y} gives %{z:.3g} to %{x}<extra></extra>",
+        xgap=gap,
+        ygap=gap,
+        row=row,
+        col=column,
+    )
+    for update in (figure.update_xaxes, figure.update_yaxes):
+        update(
+            showline=True, mirror=True, linecolor=_FAINT, constrain="domain", row=row, col=column
+        )
+    anchor = _axis_name(figure, row, column)
+    figure.update_yaxes(autorange="reversed", scaleanchor=anchor, row=row, col=column)
+    figure.update_xaxes(title_text="sender", row=row, col=column)
+
+
+def _shrink(matrix: FloatArray) -> tuple[FloatArray, int]:
+    """Return block maxima of the matrix, with at most 200 rows, and the side of a block."""
+    block = math.ceil(len(matrix) / _MAX_MATRIX_SIDE)
+    side = math.ceil(len(matrix) / block)
+    padded = np.zeros((side * block, side * block))
+    padded[: len(matrix), : len(matrix)] = matrix
+    return padded.reshape(side, block, side, block).max(axis=(1, 3)), block
+
+
+def _add_race(
+    figure: Figure, schedule: Schedule, steps: int, index: int, second_column: int
+) -> None:
+    """Draw the decay of the consensus error by rounds, and by copies sent."""
+    errors = np.concatenate([[1.0], consensus_decay(schedule, steps)])
+    sent = np.cumsum([0.0, *(schedule.round(step).copies_sent for step in range(steps))])
+    # Zero has no place on a logarithmic axis: an exact average leaves through the floor.
+    shown = np.maximum(errors, 1e-9)
+    line = {
+        "color": PALETTE[index % len(PALETTE)],
+        "dash": _DASHES[index // len(PALETTE)],
+        "width": 2,
+    }
+    for column, xs in ((1, np.arange(steps + 1)), (second_column, sent)):
+        figure.add_scatter(
+            x=xs,
+            y=shown,
+            mode="lines",
+            name=schedule.name.split("(")[0],
+            legendgroup=schedule.name,
+            showlegend=column == 1,
+            line=line,
+            hovertemplate="%{x:.3g}: %{y:.3g}",
+            row=1,
+            col=column,
+        )
+
+
+def _axis_name(figure: Figure, row: int, column: int) -> str:
+    subplot: Any = figure.get_subplot(row, column)
+    return subplot.xaxis.plotly_name.replace("axis", "")

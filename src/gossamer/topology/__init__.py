@@ -1,0 +1,66 @@
+"""Who talks to whom, when, and with which weight.
+
+Pure: numpy and scipy, no process group. A graph is a function that returns a Round; a schedule
+gives the Round of every step; ``parse`` turns a text into a schedule.
+"""
+
+from gossamer.topology.graphs import (
+    complete,
+    erdos_renyi,
+    exponential,
+    from_matrix,
+    from_networkx,
+    hypercube,
+    lattice,
+    random_regular,
+    ring,
+    star,
+    torus,
+)
+from gossamer.topology.parse import CATALOGUE, parse
+from gossamer.topology.round import Edges, Neighbours, Round
+from gossamer.topology.schedules import (
+    Schedule,
+    ada,
+    aer,
+    base_graph,
+    cycle,
+    od_equidyn,
+    one_peer_exponential,
+    one_peer_hypercube,
+    one_peer_ring,
+    ou_equidyn,
+    random_matching,
+    static,
+)
+
+__all__ = [
+    "CATALOGUE",
+    "Edges",
+    "Neighbours",
+    "Round",
+    "Schedule",
+    "ada",
+    "aer",
+    "base_graph",
+    "complete",
+    "cycle",
+    "erdos_renyi",
+    "exponential",
+    "from_matrix",
+    "from_networkx",
+    "hypercube",
+    "lattice",
+    "od_equidyn",
+    "one_peer_exponential",
+    "one_peer_hypercube",
+    "one_peer_ring",
+    "ou_equidyn",
+    "parse",
+    "random_matching",
+    "random_regular",
+    "ring",
+    "star",
+    "static",
+    "torus",
+]

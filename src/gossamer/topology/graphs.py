@@ -1,0 +1,220 @@
+"""Graphs: each function returns one Round on any valid number of workers.
+
+All are undirected but ``exponential``. The default weights are uniform where the graph is regular
+and metropolis where it is not; ``weights=`` takes any rule of ``topology.weights``. One worker is a
+valid world for every graph: a round that keeps everything.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
+from scipy.sparse import coo_array, csr_array
+
+from gossamer.errors import UserError
+from gossamer.topology.round import IntArray, Round, Sparse
+from gossamer.topology.weights import WeightRule, by_degree, is_connected
+
+_MAX_DRAWS = 100
+
+
+def ring(num_workers: int, *, weights: WeightRule = by_degree) -> Round:
+    """Neighbours i ± 1."""
+    return weights(_circulant(num_workers, np.array([-1, 1])))
+
+
+def torus(num_workers: int, *, weights: WeightRule = by_degree) -> Round:
+    """Two-dimensional wrapped grid, as square as the number of workers allows."""
+    rows, columns = _most_square(num_workers)
+    grid = np.arange(num_workers).reshape(rows, columns)
+    sides = [np.roll(grid, shift, axis).ravel() for shift in (-1, 1) for axis in (0, 1)]
+    return weights(_adjacency(num_workers, np.tile(grid.ravel(), 4), np.concatenate(sides)))
+
+
+def lattice(num_workers: int, k: int, *, weights: WeightRule = by_degree) -> Round:
+    """Ring lattice: neighbours i ± 1 … i ± k/2."""
+    check_workers(num_workers)
+    if k < 2 or k % 2 or k >= num_workers > 1:
+        raise UserError(
+            f"lattice needs an even k with 2 <= k < {num_workers} workers, got k={k}; "
+            "use complete for all-to-all"
+        )
+    reach = np.arange(1, k // 2 + 1)
+    return weights(_circulant(num_workers, np.concatenate([-reach, reach])))
+
+
+def exponential(num_workers: int, *, weights: WeightRule = by_degree) -> Round:
+    """Directed: i receives from i + 1, i + 2, i + 4, … (mod n)."""
+    return weights(_circulant(num_workers, powers_of_two_below(num_workers)))
+
+
+def hypercube(num_workers: int, *, weights: WeightRule = by_degree) -> Round:
+    """Neighbours differ in one bit of their number; needs a power of two."""
+    check_power_of_two(num_workers, "hypercube", "exponential")
+    workers = np.arange(num_workers)
+    flips = powers_of_two_below(num_workers)
+    others = workers ^ flips[:, None]
+    return weights(_adjacency(num_workers, np.tile(workers, len(flips)), others.ravel()))
+
+
+def complete(num_workers: int, *, weights: WeightRule = by_degree) -> Round:
+    """Everyone with everyone: one round is the exact average."""
+    check_workers(num_workers)
+    return weights(_circulant(num_workers, np.arange(1, num_workers)))
+
+
+def star(num_workers: int, *, weights: WeightRule = by_degree) -> Round:
+    """Everyone with worker 0."""
+    check_workers(num_workers)
+    return weights(
+        _undirected(num_workers, np.zeros(num_workers, dtype=np.int64), np.arange(num_workers))
+    )
+
+
+def erdos_renyi(
+    num_workers: int, p: float, seed: int = 0, *, weights: WeightRule = by_degree
+) -> Round:
+    """Each pair is linked with probability p; the first connected draw of the seed."""
+    check_workers(num_workers)
+    if not 0 <= p <= 1:
+        raise UserError(f"erdos_renyi needs a probability p in [0, 1], got p={p}")
+    rng = np.random.default_rng(seed)
+    num_pairs = num_workers * (num_workers - 1) // 2
+    for _ in range(_MAX_DRAWS):
+        pairs = rng.choice(num_pairs, rng.binomial(num_pairs, p), replace=False, shuffle=False)
+        graph = _undirected(num_workers, *_decode_pairs(pairs))
+        if is_connected(graph):
+            return weights(graph)
+    threshold = math.log(num_workers) / num_workers
+    raise UserError(
+        f"erdos_renyi needs a p that connects {num_workers} workers, got p={p}: none of "
+        f"{_MAX_DRAWS} draws was connected; use p well above ln(n)/n = {threshold:.3g}"
+    )
+
+
+def random_regular(
+    num_workers: int, k: int, seed: int = 0, *, weights: WeightRule = by_degree
+) -> Round:
+    """Every worker has k neighbours, drawn at random; the first connected draw of the seed."""
+    check_workers(num_workers)
+    if num_workers == 1:
+        return weights(_adjacency(1))
+    if not 1 <= k < num_workers or num_workers * k % 2:
+        raise UserError(
+            f"random_regular needs 1 <= k < {num_workers} workers and an even n*k, got k={k}; "
+            "change k by one"
+        )
+    for draw in range(_MAX_DRAWS):
+        graph = _draw_regular(num_workers, k, seed + draw * 1_000_003)
+        if is_connected(graph):
+            return weights(graph)
+    raise UserError(
+        f"random_regular needs a k that connects {num_workers} workers, got k={k}: none of "
+        f"{_MAX_DRAWS} draws was connected; use k >= 3"
+    )
+
+
+def from_networkx(graph: Any, *, weights: WeightRule = by_degree) -> Round:
+    """Any networkx graph; workers are its nodes in their order.
+
+    An edge u → v of a directed graph means that u sends to v. Edge attributes are not read.
+    """
+    index = {node: worker for worker, node in enumerate(graph.nodes)}
+    check_workers(len(index))
+    edges = np.array([(index[u], index[v]) for u, v in graph.edges()], dtype=np.int64)
+    sources, targets = edges.reshape(-1, 2).T
+    build = _adjacency if graph.is_directed() else _undirected
+    return weights(build(len(index), targets, sources))
+
+
+def from_matrix(matrix: npt.ArrayLike | Sparse, *, doubly_stochastic: bool = True) -> Round:
+    """Any mixing matrix, dense or sparse: W[i, j] is the weight worker i gives to worker j.
+
+    Args:
+        matrix: non-negative, rows that sum to one.
+        doubly_stochastic: require columns that sum to one too; False declares that they do not.
+    """
+    return Round(csr_array(cast(Any, matrix)), doubly_stochastic=doubly_stochastic)
+
+
+def powers_of_two_below(num_workers: int) -> IntArray:
+    """The distances 1, 2, 4, … that are less than the number of workers."""
+    check_workers(num_workers)
+    return 1 << np.arange((num_workers - 1).bit_length())
+
+
+def check_power_of_two(num_workers: int, what: str, instead: str) -> None:
+    """Raise unless the number of workers is a power of two."""
+    check_workers(num_workers)
+    if num_workers & (num_workers - 1):
+        below = 1 << (num_workers.bit_length() - 1)
+        raise UserError(
+            f"{what} needs a power-of-two number of workers, got {num_workers}; "
+            f"use {below} or {2 * below} workers, or {instead}"
+        )
+
+
+def check_workers(num_workers: int) -> None:
+    """Raise unless there is at least one worker."""
+    if num_workers < 1:
+        raise UserError(f"a topology needs at least one worker, got {num_workers}")
+
+
+def _circulant(num_workers: int, offsets: IntArray) -> Sparse:
+    """Worker i receives from i + offset (mod n), for each offset."""
+    check_workers(num_workers)
+    workers = np.repeat(np.arange(num_workers), len(offsets))
+    return _adjacency(num_workers, workers, workers + np.tile(offsets, num_workers))
+
+
+def _undirected(num_workers: int, ends: IntArray, others: IntArray) -> Sparse:
+    both = np.concatenate([ends, others]), np.concatenate([others, ends])
+    return _adjacency(num_workers, *both)
+
+
+def _adjacency(
+    num_workers: int, receivers: npt.ArrayLike = (), senders: npt.ArrayLike = ()
+) -> Sparse:
+    """Return 1.0 where a receiver hears a sender (mod n): duplicates merge, loops vanish."""
+    to = np.asarray(receivers, dtype=np.int64) % num_workers
+    by = np.asarray(senders, dtype=np.int64) % num_workers
+    edge = to != by
+    ones = np.ones(int(edge.sum()))
+    graph = csr_array(coo_array((ones, (to[edge], by[edge])), shape=(num_workers, num_workers)))
+    graph.sum_duplicates()
+    graph.data[:] = 1.0
+    return graph
+
+
+def _most_square(num_workers: int) -> tuple[int, int]:
+    check_workers(num_workers)
+    rows = next(r for r in range(math.isqrt(num_workers), 0, -1) if num_workers % r == 0)
+    if rows == 1 < num_workers:
+        raise UserError(
+            f"torus needs a number of workers that factors into rows x columns, got the prime "
+            f"{num_workers}; use {max(4, num_workers + 1)} workers, or ring"
+        )
+    return rows, num_workers // rows
+
+
+def _decode_pairs(codes: IntArray) -> tuple[IntArray, IntArray]:
+    """Return the pairs (low, high), low < high, that codes high·(high − 1)/2 + low stand for."""
+    high = np.floor((1 + np.sqrt(8.0 * codes + 1)) / 2).astype(np.int64)
+    # The root can be off by one where 8c + 1 is not exact in floating point.
+    high -= high * (high - 1) // 2 > codes
+    high += high * (high + 1) // 2 <= codes
+    return codes - high * (high - 1) // 2, high
+
+
+def _draw_regular(num_workers: int, k: int, seed: int) -> Sparse:
+    """Return one random k-regular graph, connected or not."""
+    import networkx as nx  # a dependency of torch; slow to import and needed here only
+
+    sparse_k = min(k, num_workers - 1 - k)  # dense graphs are drawn as their complement
+    drawn = nx.random_regular_graph(sparse_k, num_workers, seed=seed)
+    graph = drawn if sparse_k == k else nx.complement(drawn)
+    ends, others = np.array(graph.edges(), dtype=np.int64).reshape(-1, 2).T
+    return _undirected(num_workers, ends, others)

@@ -1,0 +1,226 @@
+"""Communication rounds: who mixes with whom, and with which weight.
+
+A Round is a value. It knows nothing of processes: the simulator reads it as a matrix, gossip as
+sends and receives, the runtime model as messages on links, the report as a picture. All it holds
+is one frozen sparse matrix, so a round on a thousand workers costs a few arrays and never a Python
+object per edge.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cached_property
+from typing import NamedTuple, TypeAlias, final
+
+import numpy as np
+import numpy.typing as npt
+from scipy.sparse import csr_array
+
+from gossamer.errors import UserError
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+Sparse: TypeAlias = "csr_array[np.float64, tuple[int, int]]"
+
+# Weights are sums and quotients of small integers: an honest row misses one by rounding error only.
+TOLERANCE = 1e-9
+
+
+class Edges(NamedTuple):
+    """Other workers, ascending, and the weight on the edge to or from each."""
+
+    workers: IntArray
+    weights: FloatArray
+
+
+class Neighbours(NamedTuple):
+    """One worker's part in a round."""
+
+    self_weight: float
+    """Weight the worker keeps on its own parameters."""
+
+    receives: Edges
+    """From whom it receives, and the weight it gives to each."""
+
+    sends: Edges
+    """To whom it sends, and the weight each of them gives to it."""
+
+
+@final
+class Round:
+    """One communication round, x_i ← Σ_j W_ij x_j.
+
+    Args:
+        weights: the mixing matrix W; W[i, j] is the weight worker i gives to j's parameters.
+        doubly_stochastic: whether columns must sum to one as well, so that mixing conserves the
+            mean. Pass False to declare a round that does not.
+    """
+
+    def __init__(self, weights: Sparse, *, doubly_stochastic: bool = True) -> None:
+        self._weights = _canonical(weights)
+        _check_stochastic(self._weights, doubly_stochastic)
+        for array in (self._weights.data, self._weights.indices, self._weights.indptr):
+            array.flags.writeable = False
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers take part."""
+        return self._weights.shape[0]
+
+    def matrix(self) -> Sparse:
+        """Return W, with W[i, j] the weight worker i gives to worker j's parameters (read-only)."""
+        return self._weights
+
+    def neighbours(self, worker: int) -> Neighbours:
+        """Return what one worker receives and sends in this round."""
+        if not 0 <= worker < self.num_workers:
+            raise UserError(
+                f"worker must be in 0..{self.num_workers - 1}, got {worker}; "
+                f"this round has {self.num_workers} workers"
+            )
+        self_weight, receives = _split_row(self._weights, worker)
+        _, sends = _split_row(self._transpose, worker)
+        return Neighbours(self_weight, receives, sends)
+
+    @cached_property
+    def in_degrees(self) -> IntArray:
+        """How many others each worker receives from."""
+        return _others_per_row(self._weights)
+
+    @cached_property
+    def out_degrees(self) -> IntArray:
+        """How many others each worker sends to."""
+        return _others_per_row(self._transpose)
+
+    @property
+    def degree(self) -> int:
+        """The most neighbours any worker receives from or sends to."""
+        return int(max(self.in_degrees.max(), self.out_degrees.max()))
+
+    @cached_property
+    def symmetric(self) -> bool:
+        """Whether W equals its transpose: every exchange goes both ways with one weight."""
+        return self._support_is_symmetric and np.allclose(
+            self._weights.data, self._transpose.data, rtol=0, atol=TOLERANCE
+        )
+
+    @cached_property
+    def conserves_mean(self) -> bool:
+        """Whether W is doubly stochastic: mixing moves workers, never their average."""
+        return np.allclose(self._weights.sum(axis=0), 1.0, rtol=0, atol=TOLERANCE)
+
+    def groups(self) -> tuple[IntArray, ...] | None:
+        """Return the cliques, if the round averages uniformly within a partition of the workers.
+
+        Such a round can run as one all-reduce per group. Groups are ordered by their first member;
+        a worker that keeps everything is a group of one. None if the round is anything else.
+        """
+        labels = self._group_labels
+        if labels is None:
+            return None
+        order = np.argsort(labels, kind="stable")
+        starts = np.flatnonzero(np.diff(labels[order])) + 1
+        return tuple(np.split(order, starts))
+
+    @property
+    def copies_sent(self) -> float:
+        """Model copies that the busiest worker sends.
+
+        One per receiver, or 2(g − 1)/g where the round can run as ring all-reduces in groups of g
+        and that is less.
+        """
+        if self._group_labels is None:
+            return float(self.out_degrees.max())
+        group = self.degree + 1
+        return min(2 * (group - 1) / group, group - 1)
+
+    @cached_property
+    def digest(self) -> str:
+        """A short hash of the weights, the same in every process, to compare rounds by."""
+        w = self._weights
+        parts = (w.indptr.astype(np.int64), w.indices.astype(np.int64), w.data)
+        return hashlib.blake2b(b"".join(p.tobytes() for p in parts), digest_size=16).hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Round) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return int(self.digest[:15], 16)
+
+    def __repr__(self) -> str:
+        return f"Round({self.num_workers} workers, degree {self.degree})"
+
+    @cached_property
+    def _transpose(self) -> Sparse:
+        return self._weights.T.tocsr()
+
+    @cached_property
+    def _support_is_symmetric(self) -> bool:
+        return np.array_equal(self._weights.indptr, self._transpose.indptr) and np.array_equal(
+            self._weights.indices, self._transpose.indices
+        )
+
+    @cached_property
+    def _group_labels(self) -> IntArray | None:
+        """The first member of each worker's group, or None where the round is not a partition.
+
+        It is one exactly when every row holds as many entries as there are workers that share its
+        first member, all entries of a row share that first member, and all weigh the same: then
+        equal rows and nothing but equal rows form the groups.
+        """
+        w = self._weights
+        sizes = np.diff(w.indptr)
+        labels = w.indices[w.indptr[:-1]].astype(np.int64)
+        same_group = np.array_equal(labels[w.indices], np.repeat(labels, sizes))
+        whole_group = np.array_equal(np.bincount(labels, minlength=self.num_workers)[labels], sizes)
+        uniform = np.allclose(w.data, np.repeat(1.0 / sizes, sizes), rtol=0, atol=TOLERANCE)
+        return labels if same_group and whole_group and uniform else None
+
+
+def _canonical(matrix: Sparse) -> Sparse:
+    """Return a float64 copy with sorted indices and without stored zeros."""
+    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or matrix.shape[0] == 0:
+        raise UserError(
+            f"a mixing matrix must be square with at least one worker, got shape {matrix.shape}"
+        )
+    weights = csr_array(matrix).astype(np.float64)
+    weights.sum_duplicates()
+    weights.eliminate_zeros()
+    return weights
+
+
+def _check_stochastic(weights: Sparse, doubly: bool) -> None:
+    if not np.all(weights.data >= 0):  # also false for NaN
+        raise UserError(
+            f"mixing weights must be non-negative numbers, got {weights.data.min()}; "
+            "build the round with topology.weights.uniform or metropolis"
+        )
+    _check_sums(weights.sum(axis=1), "row", "divide each row by its sum")
+    if doubly:
+        remedy = (
+            "use topology.weights.metropolis, which conserves the mean, or pass "
+            "doubly_stochastic=False to declare a round that does not"
+        )
+        _check_sums(weights.sum(axis=0), "column", remedy)
+
+
+def _check_sums(sums: FloatArray, what: str, remedy: str) -> None:
+    worst = int(np.argmax(np.abs(sums - 1.0)))
+    if not abs(sums[worst] - 1.0) <= TOLERANCE:
+        raise UserError(
+            f"every {what} of a mixing matrix must sum to 1, got {sums[worst]:.9g} "
+            f"in {what} {worst}; {remedy}"
+        )
+
+
+def _others_per_row(matrix: Sparse) -> IntArray:
+    return np.diff(matrix.indptr) - (matrix.diagonal() != 0)
+
+
+def _split_row(matrix: Sparse, row: int) -> tuple[float, Edges]:
+    """Return the diagonal entry of a row and its other entries."""
+    entries = slice(matrix.indptr[row], matrix.indptr[row + 1])
+    workers = matrix.indices[entries].astype(np.int64)
+    weights = matrix.data[entries]
+    other = workers != row
+    return float(weights[~other].sum()), Edges(workers[other], weights[other])

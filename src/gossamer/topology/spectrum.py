@@ -1,0 +1,197 @@
+"""How fast a topology brings workers together.
+
+A doubly stochastic round conserves the mean of the workers; everything here is about the rest, the
+deviation W − J with J = 11ᵀ/n. Dense eigenvalues would be slow at a thousand workers, so each
+question is answered by the cheapest structure there is: the Fourier transform where rounds are
+circulant, Lanczos where they are large and sparse, random starts where only a decay is asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import cast
+
+import numpy as np
+from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
+
+from gossamer.errors import UserError
+from gossamer.topology.round import FloatArray, Round, Sparse
+from gossamer.topology.schedules import Schedule
+
+_DENSE_BELOW = 1100
+"""Up to this many workers dense linear algebra takes a fraction of a second and never fails."""
+
+_NUM_STARTS = 64
+"""Random starts that stand for all of them above that number."""
+
+_EXACT = 1e-10
+"""A round that shrinks the error by this factor has reached consensus, up to rounding."""
+
+
+def mixing_parameter(round: Round) -> float:
+    """Return p = 1 − ‖W − J‖₂²: every round shrinks the squared consensus error by 1 − p or more.
+
+    >>> from gossamer.topology import ring
+    >>> f"{mixing_parameter(ring(16)):.4f}"
+    '0.0989'
+    """
+    return 1.0 - _deviation([round]) ** 2
+
+
+def spectral_gap(round: Round) -> float:
+    """Return 1 − |λ₂|, the gap between the largest and the second largest eigenvalue of W."""
+    if round.symmetric or _circulant_row(round) is not None:  # normal: |λ₂| is the norm
+        return 1.0 - _deviation([round])
+    moduli = np.sort(np.abs(np.linalg.eigvals(round.matrix().toarray())))
+    return 1.0 - float(moduli[-2])
+
+
+def contraction(schedule: Schedule, steps: int | None = None) -> float:
+    """Return ‖W_T … W_1 − J‖₂: what is left of the worst consensus error after T rounds.
+
+    T is the period, or ``window(schedule)`` where there is none; ``steps`` asks for another number.
+    """
+    num_rounds = steps or schedule.period or window(schedule)
+    return _deviation([schedule.round(step) for step in range(num_rounds)])
+
+
+def mixing_rate(schedule: Schedule) -> float:
+    """Return the p that a static round would need to contract as much per round."""
+    num_rounds = window(schedule)
+    return 1.0 - contraction(schedule, num_rounds) ** (2.0 / num_rounds)
+
+
+def window(schedule: Schedule) -> int:
+    """Return how many rounds stand for a schedule: its period, but at most 3·log2 n.
+
+    Enough to mix, and too few for the error of a good topology to drown in rounding.
+    """
+    limit = 3 * schedule.num_workers.bit_length()
+    return min(schedule.period or limit, limit)
+
+
+def rounds_to_consensus(schedule: Schedule) -> int | None:
+    """Return after how many rounds, from step 0, every start is at its exact average.
+
+    None means asymptotic: the error shrinks for ever. It is also the answer where the error has
+    not vanished within two periods and 64 rounds.
+    """
+    state = _random_starts(schedule.num_workers, num_starts=4)
+    first = error = _norm_of_deviation(state)
+    if error == 0:
+        return 0
+    for step in range(max(64, 2 * (schedule.period or 0))):
+        state = _mix(schedule.round(step), state)
+        previous, error = error, _norm_of_deviation(state)
+        if error <= _EXACT * previous:
+            return step + 1
+        if error <= 1e-5 * first:  # below this, rounding could be mistaken for a last exact round
+            return None
+    return None
+
+
+def consensus_decay(schedule: Schedule, steps: int) -> FloatArray:
+    """Return E_t / E_0 for t = 1..steps: the expected squared error from a random start.
+
+    (‖W_t … W_1‖_F² − 1) / (n − 1) for doubly stochastic rounds; above 1100 workers the average
+    over 64 seeded random starts in its place.
+    """
+    num_workers = schedule.num_workers
+    if num_workers == 1:
+        return np.zeros(steps)
+    dense = num_workers <= _DENSE_BELOW
+    state = np.eye(num_workers) if dense else _random_starts(num_workers, _NUM_STARTS)
+    first = _norm_of_deviation(state)
+    errors = np.empty(steps)
+    for step in range(steps):
+        state = _mix(schedule.round(step), state)
+        errors[step] = (_norm_of_deviation(state) / first) ** 2
+    return np.where(errors < _EXACT**2, 0.0, errors)
+
+
+def _random_starts(num_workers: int, num_starts: int) -> FloatArray:
+    return np.random.default_rng(0).standard_normal((num_workers, num_starts))
+
+
+def _norm_of_deviation(state: FloatArray) -> float:
+    return float(np.linalg.norm(state - state.mean(axis=0)))
+
+
+def _mix(round: Round, state: FloatArray) -> FloatArray:
+    weights = round.matrix()
+    crowded = weights.nnz > 0.05 * round.num_workers**2
+    return cast(FloatArray, (weights.toarray() if crowded else weights) @ state)
+
+
+def _deviation(rounds: Sequence[Round]) -> float:
+    """Return ‖W_T … W_1 − J‖₂ of the rounds, first to last."""
+    if not all(round.conserves_mean for round in rounds):
+        raise UserError(
+            "mixing speed is defined for doubly stochastic rounds, got one that does not conserve "
+            "the mean; use metropolis weights"
+        )
+    num_workers = rounds[0].num_workers
+    if num_workers == 1:
+        return 0.0
+    rows = [_circulant_row(round) for round in rounds]
+    if all(row is not None for row in rows):
+        return _circulant_deviation([row for row in rows if row is not None])
+    if num_workers > _DENSE_BELOW:
+        return _lanczos([round.matrix() for round in rounds])
+    product = reduce(lambda state, round: _mix(round, state), rounds, np.eye(num_workers))
+    deviation = product - 1.0 / num_workers
+    exact = np.linalg.norm(deviation) < _EXACT
+    return 0.0 if exact else float(np.linalg.norm(deviation, ord=2))
+
+
+def _circulant_deviation(rows: Sequence[FloatArray]) -> float:
+    """Circulant matrices share the Fourier basis: eigenvalues multiply. The first is the mean's."""
+    moduli = np.abs(np.fft.rfft(rows, axis=1))[:, 1:]
+    moduli[moduli < 1e-12] = 0.0  # rounding error of an eigenvalue that is zero
+    return float(moduli.prod(axis=0).max())
+
+
+def _lanczos(factors: Sequence[Sparse]) -> float:
+    """Return ‖P − J‖₂ for a large sparse product P of factors, first to last."""
+    num_workers = factors[0].shape[0]
+
+    def squared(x: FloatArray) -> FloatArray:
+        x = x.ravel() - x.mean()
+        for factor in factors:
+            x = cast(FloatArray, factor @ x)
+        for factor in reversed(factors):
+            x = cast(FloatArray, factor.T @ x)
+        return x
+
+    start = _random_starts(num_workers, 1).ravel()
+    if np.linalg.norm(squared(start)) < _EXACT**2 * np.linalg.norm(start):
+        return 0.0
+    operator = LinearOperator((num_workers, num_workers), matvec=squared, dtype=np.float64)
+    try:
+        largest = eigsh(operator, k=1, v0=start, maxiter=100, return_eigenvectors=False)[0]
+    except ArpackNoConvergence:
+        # A long thin graph: eigenvalues crowd below 1, and few links cross any cut. Inverting
+        # next to 1 spreads them out, and costs little on such a graph. 1 itself is the mean's.
+        product = reduce(lambda state, factor: factor @ state, factors)
+        gram = (product.T @ product).tocsc()
+        largest = eigsh(gram, k=2, sigma=1 + 1e-6, v0=start, return_eigenvectors=False).min()
+    return float(np.sqrt(max(largest, 0.0)))
+
+
+def _circulant_row(round: Round) -> FloatArray | None:
+    """Return the first row of W if every row is the one above, shifted by one; None if not."""
+    weights, num_workers = round.matrix(), round.num_workers
+    sizes = np.diff(weights.indptr)
+    if np.any(sizes != sizes[0]):
+        return None
+    columns = weights.indices.reshape(num_workers, -1)
+    offsets = (columns - np.arange(num_workers)[:, None]) % num_workers
+    order = np.argsort(offsets, axis=1)
+    offsets = np.take_along_axis(offsets, order, axis=1)
+    values = np.take_along_axis(weights.data.reshape(num_workers, -1), order, axis=1)
+    if np.any(offsets != offsets[0]) or np.any(values != values[0]):
+        return None
+    row = np.zeros(num_workers)
+    row[offsets[0]] = values[0]
+    return row

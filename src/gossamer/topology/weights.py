@@ -1,0 +1,76 @@
+"""Weight rules: from who hears whom to a Round.
+
+A rule takes an adjacency matrix (1.0 at [i, j] where worker i receives from j, nothing on the
+diagonal) and returns a Round. Graphs take a rule as an argument, so every rule serves every graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias, cast
+
+import numpy as np
+from scipy.sparse import coo_array, csr_array, diags_array, eye_array
+from scipy.sparse.csgraph import connected_components
+
+from gossamer.errors import UserError
+from gossamer.topology.round import IntArray, Round, Sparse
+
+WeightRule: TypeAlias = Callable[["Sparse"], Round]
+
+
+def uniform(adjacency: Sparse) -> Round:
+    """W_ij = 1 / (k_i + 1) on itself and on each of the k_i workers that i receives from.
+
+    Conserves the mean on regular graphs; asking for it on another one declares a round that
+    does not.
+    """
+    hears = csr_array(adjacency + eye_array(adjacency.shape[0]))
+    weights = csr_array(diags_array(1.0 / hears.sum(axis=1)) @ hears)
+    return Round(weights, doubly_stochastic=_is_regular(adjacency))
+
+
+def metropolis(adjacency: Sparse) -> Round:
+    """W_ij = 1 / (1 + max(k_i, k_j)); each worker keeps the rest. Symmetric on every graph."""
+    if (adjacency - adjacency.T).count_nonzero() > 0:
+        raise UserError(
+            "metropolis weights need an undirected graph, got one with one-way edges; "
+            "use weights=uniform"
+        )
+    degrees = adjacency.sum(axis=1)
+    rows, columns = adjacency.nonzero()
+    shares = 1.0 / (1 + np.maximum(degrees[rows], degrees[columns]))
+    others = csr_array(coo_array((shares, (rows, columns)), shape=adjacency.shape))
+    return Round(csr_array(others + diags_array(1.0 - others.sum(axis=1))))
+
+
+def by_degree(adjacency: Sparse) -> Round:
+    """Uniform on regular graphs, metropolis on irregular ones: conserves the mean on both."""
+    return uniform(adjacency) if _is_regular(adjacency) else metropolis(adjacency)
+
+
+def group_average(labels: IntArray) -> Round:
+    """Workers with the same label average with each other: 1/g on every member of a group of g."""
+    # Built as the arrays of a sparse matrix: random matchings make one of these every step.
+    _, group, group_sizes = np.unique(labels, return_inverse=True, return_counts=True)
+    members = np.argsort(group, kind="stable")
+    first_member = np.cumsum(group_sizes) - group_sizes
+    sizes = group_sizes[group]
+    row_starts = np.concatenate([[0], np.cumsum(sizes)])
+    position = np.arange(row_starts[-1]) + np.repeat(first_member[group] - row_starts[:-1], sizes)
+    shares = np.repeat(1.0 / sizes, sizes)
+    return Round(cast("Sparse", csr_array((shares, members[position], row_starts))))
+
+
+def is_connected(weights: Sparse) -> bool:
+    """Whether what one worker knows can reach every other."""
+    # Strong components; on an undirected graph they are the components. A copy, because the
+    # search does not take the read-only arrays of a Round.
+    num_components, _ = connected_components(weights.copy(), directed=True, connection="strong")
+    return num_components == 1
+
+
+def _is_regular(adjacency: Sparse) -> bool:
+    """Whether every worker hears, and is heard by, the same number of others."""
+    degrees = np.concatenate([adjacency.sum(axis=0), adjacency.sum(axis=1)])
+    return bool(np.all(degrees == degrees[0]))
