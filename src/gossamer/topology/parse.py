@@ -95,7 +95,7 @@ def _read(text: str) -> tuple[str, list[Any], dict[str, Any]]:
         if isinstance(tree, ast.Name):
             return tree.id, [], {}
         if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name):
-            named = {k.arg: _literal(k.value) for k in tree.keywords if k.arg}
+            named = {str(k.arg): _literal(k.value) for k in tree.keywords}  # None: **{...}
             return tree.func.id, [_literal(a) for a in tree.args], named
     except (SyntaxError, ValueError):
         pass

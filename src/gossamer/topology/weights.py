@@ -6,8 +6,7 @@ diagonal) and returns a Round. Graphs take a rule as an argument, so every rule 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeAlias, cast
+from typing import Protocol, cast
 
 import numpy as np
 from scipy.sparse import coo_array, csr_array, diags_array, eye_array
@@ -16,7 +15,11 @@ from scipy.sparse.csgraph import connected_components
 from gossamer.errors import UserError
 from gossamer.topology.round import IntArray, Round, Sparse
 
-WeightRule: TypeAlias = Callable[["Sparse"], Round]
+
+class WeightRule(Protocol):
+    """A way to weigh the edges of a graph."""
+
+    def __call__(self, adjacency: Sparse, /) -> Round: ...
 
 
 def uniform(adjacency: Sparse) -> Round:

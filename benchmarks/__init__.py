@@ -1,0 +1,1 @@
+"""Measurements of Gossamer and of its peers."""

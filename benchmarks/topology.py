@@ -1,0 +1,76 @@
+"""How long the catalogue takes: building a round, and answering questions about it.
+
+    python -m benchmarks.topology [--workers 64 --workers 1008 --workers 10000] [--repeats 3]
+
+One JSON line per topology and number of workers, times in milliseconds (median of the repeats).
+``build_ms`` parses the text and builds the first round, ``spectrum_ms`` is the rate per round and
+the rounds to consensus, ``decay_ms`` eight steps of the consensus error. Topologies with a number
+of edges that grows with the square of the workers are left out above 2000.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Annotated
+
+import typer
+
+from gossamer.errors import UserError
+from gossamer.topology import CATALOGUE, Schedule, parse
+from gossamer.topology.parse import example
+from gossamer.topology.spectrum import consensus_decay, mixing_rate, rounds_to_consensus
+
+DENSE = {"complete", "erdos_renyi"}
+
+
+def main(
+    workers: Annotated[list[int], typer.Option()] = [64, 1008, 10_000],  # noqa: B006
+    repeats: int = 3,
+) -> None:
+    """Print one JSON line per topology and number of workers."""
+    for num_workers in workers:
+        for name in CATALOGUE:
+            if num_workers <= 2000 or name not in DENSE:
+                print(json.dumps(measure(example(name), num_workers, repeats)), flush=True)
+
+
+def measure(text: str, num_workers: int, repeats: int) -> dict[str, object]:
+    """Return the times of one topology, or why it does not exist on so many workers."""
+    row: dict[str, object] = {"topology": text, "workers": num_workers}
+    try:
+        schedule = parse(text, num_workers)
+    except UserError as error:
+        return row | {"skipped": str(error)}
+
+    def build() -> None:
+        parse(text, num_workers).round(0)
+
+    def spectrum() -> None:
+        # A schedule keeps its last rounds; a fresh one shows what a user waits for.
+        fresh: Schedule = parse(text, num_workers)
+        mixing_rate(fresh)
+        rounds_to_consensus(fresh)
+
+    return row | {
+        "period": schedule.period,
+        "edges_per_worker": round(schedule.round(0).matrix().nnz / num_workers - 1, 2),
+        "build_ms": median_ms(build, repeats),
+        "spectrum_ms": median_ms(spectrum, repeats),
+        "decay_ms": median_ms(lambda: consensus_decay(schedule, 8), repeats),
+    }
+
+
+def median_ms(task: Callable[[], object], repeats: int) -> float:
+    times: list[float] = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        task()
+        times.append(time.perf_counter() - start)
+    return round(1e3 * statistics.median(times), 2)
+
+
+if __name__ == "__main__":
+    typer.run(main)

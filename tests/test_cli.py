@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gossamer.topology import CATALOGUE
+
+
+def gossamer(*arguments: str, columns: int = 120) -> subprocess.CompletedProcess[str]:
+    """Run the command line as a user would."""
+    return subprocess.run(
+        [sys.executable, "-m", "gossamer", *arguments],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"COLUMNS": str(columns)},
+        timeout=55,
+        check=False,
+    )
+
+
+def test_the_catalogue_is_a_table() -> None:
+    """Every entry that exists on 16 workers has a row; p of the ring is in it."""
+    result = gossamer("topology", "-n", "16")
+    assert result.returncode == 0
+    assert all(name in result.stdout for name in CATALOGUE)
+    assert "0.0989" in result.stdout
+
+
+def test_what_does_not_exist_on_so_many_workers_is_said() -> None:
+    """On seven workers the table says why there is no torus."""
+    result = gossamer("topology", "-n", "7")
+    assert result.returncode == 0
+    assert "not on 7 workers: torus needs" in result.stdout
+
+
+def test_one_topology_shows_its_first_rounds() -> None:
+    """For one name: its facts, and who hears whom, round by round."""
+    result = gossamer("topology", "one_peer_ring", "-n", "4")
+    assert "round 0" in result.stdout
+    assert "round 1" in result.stdout
+    assert "round 2" not in result.stdout
+
+
+def test_a_name_alone_uses_the_arguments_of_its_example() -> None:
+    """Looking at ada needs no arguments; the ones used are shown."""
+    assert "ada(k0=10, gamma=0.02" in gossamer("topology", "ada").stdout
+
+
+def test_json_lines_hold_the_same_facts() -> None:
+    """One object per topology, for scripts."""
+    lines = gossamer("topology", "-n", "16", "--json").stdout.splitlines()
+    facts = {entry["name"]: entry for entry in map(json.loads, lines)}
+    assert len(facts) == len(CATALOGUE)
+    assert facts["ring"]["degree"] == 2
+    assert facts["one_peer_exponential"]["rounds_to_consensus"] == 4
+    assert facts["ring"]["rounds_to_consensus"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["torrus"], "did you mean 'torus'?"),
+        (["lattice(k=3)"], "even k"),
+        (["ring", "-n", "0"], "at least one worker, got 0"),
+        (["-n", "0"], "at least one worker, got 0"),
+        (["ring", "--png", "x.gif"], ".html, .png or .svg"),
+    ],
+)
+def test_mistakes_are_one_line_without_a_traceback(arguments: list[str], words: str) -> None:
+    """Exit code 2, the explanation on stderr, nothing of our code."""
+    result = gossamer("topology", *arguments, columns=400)
+    assert result.returncode == 2
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_the_demo_leaves_a_page(tmp_path: Path) -> None:
+    """`gossamer demo` writes the gallery and says where."""
+    result = gossamer("demo", "--out", str(tmp_path))
+    assert result.returncode == 0
+    assert "topologies.html" in result.stdout
+    assert (tmp_path / "topologies.html").stat().st_size > 1_000_000
+
+
+@pytest.mark.parametrize("verb", [[], ["topology"], ["demo"]])
+def test_help_reads(verb: list[str]) -> None:
+    """Help says what a verb does; each verb has an example."""
+    result = gossamer(*verb, "--help")
+    assert result.returncode == 0
+    assert not verb or "Example" in result.stdout

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gossamer import picture
+from gossamer.errors import UserError
+from gossamer.topology import complete, one_peer_exponential, parse, ring, static
+from tests.catalogue import ALL_TOPOLOGIES
+
+needs_browser = pytest.mark.skipif(not shutil.which("chromium"), reason="chromium not installed")
+
+
+def open_in_browser(path: Path, profile: Path) -> subprocess.CompletedProcess[str]:
+    """Return the page after its scripts ran, and what the console said."""
+    flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking"
+    quiet = "--disable-component-update --disable-sync --disable-quic --enable-logging=stderr"
+    return subprocess.run(
+        ["chromium", *flags.split(), *quiet.split(), f"--user-data-dir={profile}",
+         "--virtual-time-budget=10000", "--dump-dom", path.as_uri()],
+        capture_output=True, text=True, check=True, timeout=50,
+    )  # fmt: skip
+
+
+def traces_of(figure: Any, kind: str = "") -> list[Any]:
+    return [trace for trace in figure.data if trace.type.startswith(kind)]
+
+
+def test_a_static_graph_is_drawn_once_and_a_cycle_round_by_round() -> None:
+    """One matrix for a round that never changes, one per round of a cycle, at most as asked."""
+
+    def num_matrices(figure: Any) -> int:
+        return len(traces_of(figure, "heatmap"))
+
+    assert num_matrices(picture.draw(static(ring(8)))) == 1
+    assert num_matrices(picture.draw(one_peer_exponential(16), num_rounds=9)) == 4
+    assert num_matrices(picture.draw(one_peer_exponential(16), num_rounds=2)) == 2
+
+
+def test_the_matrix_in_the_picture_is_the_matrix_of_the_round() -> None:
+    """What one sees is the weights, row by row."""
+    figure = picture.draw(static(ring(6)))
+    (heatmap,) = traces_of(figure, "heatmap")
+    np.testing.assert_allclose(np.nan_to_num(heatmap.z), ring(6).matrix().toarray(), rtol=1e-6)
+
+
+def test_a_thousand_workers_are_thinned_and_say_so() -> None:
+    """A million weights would not open in a browser: the matrix shrinks and edges are sampled."""
+    figure = picture.draw(static(complete(1008)))
+    (heatmap,) = traces_of(figure, "heatmap")
+    assert len(heatmap.z) <= 200
+    assert any("of the edges drawn" in note.text for note in figure.layout.annotations)
+    assert len(str(figure.to_json())) < 5_000_000
+
+
+def test_the_gallery_shows_every_schedule() -> None:
+    """Each schedule has its curve in both charts and its own graph."""
+    schedules = [parse(text, 16) for text in ALL_TOPOLOGIES]
+    figure = picture.gallery(schedules, steps=5)
+    curves = [trace for trace in traces_of(figure) if trace.name]
+    assert len(curves) == 2 * len(schedules)
+    assert {trace.name for trace in curves} == {s.name.split("(")[0] for s in schedules}
+    np.testing.assert_allclose(curves[0].y[0], 1.0)
+
+
+@needs_browser
+def test_the_page_draws_offline_without_a_console_message(tmp_path: Path) -> None:
+    """A real browser opens the file, finds everything in it, and draws the figure."""
+    page = tmp_path / "graph.html"
+    picture.save(picture.draw(one_peer_exponential(8)), page)
+    opened = open_in_browser(page, tmp_path / "profile")
+    assert 'class="main-svg"' in opened.stdout
+    assert "CONSOLE" not in opened.stderr
+
+
+@needs_browser
+def test_an_image_is_written_whole(tmp_path: Path) -> None:
+    """A PNG and nothing beside it."""
+    path = tmp_path / "deep" / "graph.png"
+    picture.save(picture.draw(static(ring(5))), path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_without_a_browser_images_say_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No Chromium: the error names it, and the form that needs none."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("BROWSER_PATH", str(tmp_path / "nowhere"))
+    with pytest.raises(UserError, match=r"install chromium .* or write \.html"):
+        picture.save(picture.draw(static(ring(5))), tmp_path / "graph.png")
+
+
+@pytest.mark.parametrize("name", ["graph.gif", "graph"])
+def test_other_kinds_of_file_are_refused(name: str, tmp_path: Path) -> None:
+    """The error lists the kinds that exist."""
+    with pytest.raises(UserError, match=r"\.html, \.png or \.svg file, got"):
+        picture.save(picture.draw(static(ring(5))), tmp_path / name)
+
+
+def test_a_folder_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
+    """A file in the place of a folder gives one sentence, not a traceback."""
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UserError, match="cannot write"):
+        picture.save(picture.draw(static(ring(5))), tmp_path / "file" / "graph.html")

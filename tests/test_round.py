@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from scipy.sparse import csr_array
+
+from gossamer.errors import UserError
+from gossamer.topology import Round, complete, cycle, exponential, from_matrix, ring
+from gossamer.topology.weights import group_average
+
+DIRECTED = [[0.5, 0.5, 0.0], [0.0, 0.5, 0.5], [0.5, 0.0, 0.5]]
+
+
+def test_neighbours_are_the_rows_and_columns_of_the_matrix() -> None:
+    """What a worker receives is its row of W, and what it sends its column, without itself."""
+    part = from_matrix(DIRECTED).neighbours(0)
+    assert part.self_weight == 0.5
+    assert part.receives.workers.tolist() == [1]
+    assert part.sends.workers.tolist() == [2]
+    assert part.receives.weights.tolist() == part.sends.weights.tolist() == [0.5]
+
+
+@pytest.mark.parametrize("worker", [-1, 3])
+def test_a_worker_outside_the_round_is_refused(worker: int) -> None:
+    """Negative numbers do not count from the end: a rank is a rank."""
+    with pytest.raises(UserError, match=r"0\.\.2, got"):
+        from_matrix(DIRECTED).neighbours(worker)
+
+
+def test_a_round_is_a_value() -> None:
+    """Equal weights make equal rounds with equal hashes, however they were built."""
+    assert ring(3) == complete(3) == from_matrix(np.full((3, 3), 1 / 3))
+    assert len({ring(5), ring(5), ring(6), exponential(5)}) == 3
+    assert ring(5) != "ring"
+
+
+def test_a_round_cannot_be_changed() -> None:
+    """Neither the matrix that is handed out nor the one that was handed in changes the round."""
+    given = csr_array(np.array(DIRECTED))
+    round = Round(given)
+    given.data[0] = 7.0
+    assert round.matrix().toarray().tolist() == DIRECTED
+    with pytest.raises(ValueError, match="read-only"):
+        round.matrix().data[0] = 7.0
+
+
+def test_the_digest_is_the_same_in_another_process() -> None:
+    """Ranks compare rounds by digest, so it must not depend on a process's hash seed."""
+    code = "from gossamer.topology import ring; print(ring(12).digest)"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert other.stdout.strip() == ring(12).digest
+
+
+def test_stored_zeros_and_duplicates_do_not_make_another_round() -> None:
+    """A round is its weights, not the way a sparse matrix happens to store them."""
+    rows, columns = [0, 0, 0, 1, 1, 1], [0, 1, 1, 0, 1, 1]
+    messy = csr_array(([0.5, 0.25, 0.25, 0.5, 0.5, 0.0], (rows, columns)))
+    assert from_matrix(messy) == complete(2)
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        ([0, 0, 0], [[0, 1, 2]]),
+        ([5, 1, 5, 1], [[0, 2], [1, 3]]),
+        ([2, 0, 1], [[0], [1], [2]]),
+        ([0, 1, 0, 2, 0], [[0, 2, 4], [1], [3]]),
+    ],
+)
+def test_groups_are_read_back_from_the_weights(
+    labels: list[int], expected: list[list[int]]
+) -> None:
+    """A round built as a partition tells its cliques, in the order of their first members."""
+    groups = group_average(np.array(labels)).groups()
+    assert groups is not None
+    assert [group.tolist() for group in groups] == expected
+
+
+@pytest.mark.parametrize(
+    "matrix",
+    [
+        DIRECTED,
+        ring(5).matrix(),
+        [[0.75, 0.25], [0.25, 0.75]],  # a clique, but not a uniform one
+        # rows 0 and 1 share their first member without having the same members
+        [[0.5, 0.5, 0, 0], [0.5, 0, 0.5, 0], [0, 0.5, 0, 0.5], [0, 0, 0.5, 0.5]],
+    ],
+)
+def test_other_rounds_have_no_groups(matrix: object) -> None:
+    """Anything but uniform averaging within a partition must not run as all-reduces."""
+    assert from_matrix(matrix).groups() is None  # pyright: ignore[reportArgumentType]
+
+
+def test_copies_sent_takes_the_cheaper_way_to_run_a_round() -> None:
+    """A group of g costs 2(g − 1)/g copies as an all-reduce; other rounds one per receiver."""
+    assert complete(8).copies_sent == pytest.approx(2 * 7 / 8)
+    assert complete(2).copies_sent == 1
+    assert ring(8).copies_sent == 2
+    assert complete(1).copies_sent == 0
+
+
+@pytest.mark.parametrize(
+    ("matrix", "words"),
+    [
+        ([[0.5, 0.5]], "square"),
+        (np.zeros((0, 0)), "at least one worker"),
+        ([[1.5, -0.5], [-0.5, 1.5]], "non-negative"),
+        ([[np.nan, 1.0], [1.0, 0.0]], "non-negative"),
+        ([[0.5, 0.4], [0.5, 0.5]], r"row of a mixing matrix must sum to 1, got 0\.9 in row 0"),
+        ([[0.5, 0.5], [0.25, 0.75]], "column of a mixing matrix must sum to 1, got .*metropolis"),
+    ],
+)
+def test_what_is_not_a_mixing_matrix_is_refused(matrix: object, words: str) -> None:
+    """The error says what was required, what was given, and what to do."""
+    with pytest.raises(UserError, match=words):
+        from_matrix(matrix)  # pyright: ignore[reportArgumentType]
+
+
+def test_a_round_may_declare_that_it_moves_the_mean() -> None:
+    """Rows alone must sum to one where the caller says so, and the round knows it."""
+    round = from_matrix([[0.5, 0.5], [0.25, 0.75]], doubly_stochastic=False)
+    assert not round.conserves_mean
+    assert not round.symmetric
+
+
+def test_a_cycle_needs_rounds_of_one_size() -> None:
+    """Rounds on different numbers of workers, or none at all, are refused when it is built."""
+    for rounds in ([], [ring(4), ring(5)]):
+        with pytest.raises(UserError, match="same number of workers"):
+            cycle(rounds)
