@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gossamer.errors import UserError
 from gossamer.topology import CATALOGUE, Schedule, parse
-from gossamer.topology.parse import example
+from gossamer.topology.catalogue import example
 
 ALL_TOPOLOGIES = [example(name) for name in CATALOGUE]
 

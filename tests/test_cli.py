@@ -35,7 +35,7 @@ def test_what_does_not_exist_on_so_many_workers_is_said() -> None:
     """On seven workers the table says why there is no torus."""
     result = gossamer("topology", "-n", "7")
     assert result.returncode == 0
-    assert "not on 7 workers: torus needs" in result.stdout
+    assert "no torus: torus needs" in result.stdout
 
 
 def test_one_topology_shows_its_first_rounds() -> None:
@@ -59,6 +59,43 @@ def test_json_lines_hold_the_same_facts() -> None:
     assert facts["ring"]["degree"] == 2
     assert facts["one_peer_exponential"]["rounds_to_consensus"] == 4
     assert facts["ring"]["rounds_to_consensus"] is None
+    assert facts["ring"]["bytes_sent"] == 2 * 4 * 25.6e6
+
+
+def test_bytes_follow_the_size_of_the_model(tmp_path: Path) -> None:
+    """Two copies of a million parameters are 8 MB; a picture does not disturb the JSON."""
+    arguments = ("topology", "ring", "--params", "1e6")
+    row = next(line for line in gossamer(*arguments).stdout.splitlines() if "ring" in line)
+    assert " 8 " in row
+    lines = gossamer(*arguments, "--json", "--html", str(tmp_path / "x.html")).stdout.splitlines()
+    assert [json.loads(line)["bytes_sent"] for line in lines] == [8e6]
+
+
+def test_json_says_what_is_missing() -> None:
+    """A script learns why there is no torus of seven."""
+    lines = map(json.loads, gossamer("topology", "-n", "7", "--json").stdout.splitlines())
+    assert "prime" in next(line for line in lines if line["name"] == "torus")["missing"]
+
+
+def test_long_lists_are_cut() -> None:
+    """A thousand neighbours are a number, not a screen full of them."""
+    result = gossamer("topology", "complete", "-n", "1008")
+    assert "(1007 in all)" in result.stdout
+    assert len(result.stdout.splitlines()) < 100
+
+
+def test_a_graph_that_does_not_change_is_shown_once() -> None:
+    """Ada's first rounds are one lattice; its description stands above it."""
+    result = gossamer("topology", "ada", "--rounds", "8")
+    assert result.stdout.count("receives from") == 1
+    assert "thins out" in result.stdout
+
+
+def test_a_topology_that_moves_the_mean_can_be_looked_at() -> None:
+    """Uniform weights on a star have rounds, and no p."""
+    result = gossamer("topology", "star(weights=uniform)", "-n", "6")
+    assert result.returncode == 0
+    assert "–" in result.stdout
 
 
 @pytest.mark.parametrize(
@@ -68,7 +105,8 @@ def test_json_lines_hold_the_same_facts() -> None:
         (["lattice(k=3)"], "even k"),
         (["ring", "-n", "0"], "at least one worker, got 0"),
         (["-n", "0"], "at least one worker, got 0"),
-        (["ring", "--png", "x.gif"], ".html, .png or .svg"),
+        (["ring", "--png", "x.gif"], "--png writes a .png file, got 'x.gif'"),
+        (["ring", "--html", "x.png"], "--html writes a .html file, got 'x.png'"),
     ],
 )
 def test_mistakes_are_one_line_without_a_traceback(arguments: list[str], words: str) -> None:
@@ -84,7 +122,7 @@ def test_the_demo_leaves_a_page(tmp_path: Path) -> None:
     """`gossamer demo` writes the gallery and says where."""
     result = gossamer("demo", "--out", str(tmp_path))
     assert result.returncode == 0
-    assert "topologies.html" in result.stdout
+    assert "topologies.html" in result.stderr
     assert (tmp_path / "topologies.html").stat().st_size > 1_000_000
 
 

@@ -68,6 +68,27 @@ def test_the_gallery_shows_every_schedule() -> None:
     np.testing.assert_allclose(curves[0].y[0], 1.0)
 
 
+def test_the_gallery_grows_with_the_catalogue() -> None:
+    """More schedules than colours times dashes still have their curves."""
+    schedules = [parse("ring", 5)] * 30
+    assert len(traces_of(picture.gallery(schedules, steps=2))) > 60
+
+
+def test_the_costs_in_the_gallery_are_those_of_the_busiest_worker() -> None:
+    """On one_peer_ring of three each worker rests every third round: two copies in three rounds."""
+    figure = picture.gallery([parse("one_peer_ring", 3)], steps=3)
+    by_cost = [trace for trace in traces_of(figure) if trace.name][1]
+    np.testing.assert_allclose(by_cost.x, [0, 1, 2, 2])
+
+
+def test_arrows_point_from_sender_to_receiver() -> None:
+    """Worker 0 (at the top) of a directed ring hears worker 1 (to its right): arrows turn left."""
+    figure = picture.draw(one_peer_exponential(16), num_rounds=1)
+    arrows = next(t for t in traces_of(figure, "scatter") if t.marker.angle is not None)
+    first = int(np.argmax(np.asarray(arrows.y)))
+    assert np.sin(np.radians(arrows.marker.angle[first])) < 0
+
+
 @needs_browser
 def test_the_page_draws_offline_without_a_console_message(tmp_path: Path) -> None:
     """A real browser opens the file, finds everything in it, and draws the figure."""
@@ -107,5 +128,8 @@ def test_other_kinds_of_file_are_refused(name: str, tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
     """A file in the place of a folder gives one sentence, not a traceback."""
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(UserError, match="cannot write"):
-        picture.save(picture.draw(static(ring(5))), tmp_path / "file" / "graph.html")
+    (tmp_path / "folder.html").mkdir()
+    for path in (tmp_path / "file" / "graph.html", tmp_path / "folder.html"):
+        with pytest.raises(UserError, match="cannot write"):
+            picture.save(picture.draw(static(ring(5))), path)
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "folder.html"}

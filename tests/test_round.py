@@ -1,14 +1,27 @@
 from __future__ import annotations
 
+import copy
+import pickle
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
 from scipy.sparse import csr_array
 
 from gossamer.errors import UserError
-from gossamer.topology import Round, complete, cycle, exponential, from_matrix, ring
+from gossamer.topology import (
+    Round,
+    complete,
+    cycle,
+    exponential,
+    from_matrix,
+    metropolis,
+    ring,
+    star,
+    uniform,
+)
 from gossamer.topology.weights import group_average
 
 DIRECTED = [[0.5, 0.5, 0.0], [0.0, 0.5, 0.5], [0.5, 0.0, 0.5]]
@@ -33,6 +46,7 @@ def test_a_worker_outside_the_round_is_refused(worker: int) -> None:
 def test_a_round_is_a_value() -> None:
     """Equal weights make equal rounds with equal hashes, however they were built."""
     assert ring(3) == complete(3) == from_matrix(np.full((3, 3), 1 / 3))
+    assert ring(5) == ring(5, weights=metropolis)  # whose diagonal is 1 − 1/3 − 1/3
     assert len({ring(5), ring(5), ring(6), exponential(5)}) == 3
     assert ring(5) != "ring"
 
@@ -43,8 +57,21 @@ def test_a_round_cannot_be_changed() -> None:
     round = Round(given)
     given.data[0] = 7.0
     assert round.matrix().toarray().tolist() == DIRECTED
-    with pytest.raises(ValueError, match="read-only"):
-        round.matrix().data[0] = 7.0
+    for array in (round.matrix().data, round.in_degrees, round.out_degrees):
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 7
+    handed_out = round.matrix()
+    handed_out.data = handed_out.data * 7
+    assert round.neighbours(0).self_weight == 0.5
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda r: pickle.loads(pickle.dumps(r))])
+def test_a_copy_is_an_equal_round_that_cannot_be_changed_either(copied: Any) -> None:
+    """Rounds travel to other processes by pickle, also those that move the mean."""
+    for round in (ring(5), star(5, weights=uniform)):
+        other = copied(round)
+        assert other == round
+        assert not other.matrix().data.flags.writeable
 
 
 def test_the_digest_is_the_same_in_another_process() -> None:
@@ -94,12 +121,21 @@ def test_other_rounds_have_no_groups(matrix: object) -> None:
     assert from_matrix(matrix).groups() is None  # pyright: ignore[reportArgumentType]
 
 
-def test_copies_sent_takes_the_cheaper_way_to_run_a_round() -> None:
-    """A group of g costs 2(g − 1)/g copies as an all-reduce; other rounds one per receiver."""
-    assert complete(8).copies_sent == pytest.approx(2 * 7 / 8)
-    assert complete(2).copies_sent == 1
-    assert ring(8).copies_sent == 2
-    assert complete(1).copies_sent == 0
+@pytest.mark.parametrize(
+    ("round", "messages", "copies"),
+    [
+        (complete(8), [14] * 8, [1.75] * 8),
+        (complete(2), [1, 1], [1, 1]),
+        (complete(1), [0], [0]),
+        (ring(5), [2] * 5, [2] * 5),
+        (star(4), [3, 1, 1, 1], [3, 1, 1, 1]),
+        (group_average(np.array([0, 0, 0, 1, 1, 2])), [4, 4, 4, 1, 1, 0], [4 / 3] * 3 + [1, 1, 0]),
+    ],
+)
+def test_what_a_round_sends(round: Round, messages: list[int], copies: list[float]) -> None:
+    """One message and copy per receiver; a group of g all-reduces: 2(g − 1) messages, /g copies."""
+    assert round.messages_sent.tolist() == messages
+    np.testing.assert_allclose(round.copies_sent, copies)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +147,11 @@ def test_copies_sent_takes_the_cheaper_way_to_run_a_round() -> None:
         ([[np.nan, 1.0], [1.0, 0.0]], "non-negative"),
         ([[0.5, 0.4], [0.5, 0.5]], r"row of a mixing matrix must sum to 1, got 0\.9 in row 0"),
         ([[0.5, 0.5], [0.25, 0.75]], "column of a mixing matrix must sum to 1, got .*metropolis"),
+        ("abc", "array of real numbers .* got str"),
+        ([[1.0], [0.5, 0.5]], "rows of equal length, got list"),
+        ([["a"]], "array of real numbers"),
+        (None, "array of real numbers .* got NoneType"),
+        ([[1 + 5j]], "array of real numbers"),
     ],
 )
 def test_what_is_not_a_mixing_matrix_is_refused(matrix: object, words: str) -> None:

@@ -128,6 +128,20 @@ def test_rounds_to_consensus(text: str, num_workers: int, rounds: int | None) ->
     assert sp.rounds_to_consensus(parse(text, num_workers)) == rounds
 
 
+def test_a_late_exact_round_is_found_and_a_nearly_exact_one_is_not_exact() -> None:
+    """Eleven rings and one complete graph: exact after twelve; 1e-11 short of the mean: never."""
+    assert sp.rounds_to_consensus(cycle([ring(4)] * 11 + [complete(4)])) == 12
+    nearly = (1 - 1e-11) * np.full((4, 4), 0.25) + 1e-11 * np.eye(4)
+    assert sp.rounds_to_consensus(static(from_matrix(nearly))) is None
+
+
+@pytest.mark.parametrize("steps", [0, -1])
+def test_a_contraction_is_over_at_least_one_round(steps: int) -> None:
+    """No rounds is not 'the period'."""
+    with pytest.raises(UserError, match="at least one round"):
+        sp.contraction(static(ring(8)), steps)
+
+
 def test_a_static_directed_graph_can_be_exact() -> None:
     """De Bruijn's graph on 2^m workers averages exactly in m rounds, though it never changes."""
     n = 16
@@ -153,8 +167,11 @@ def test_a_matching_does_not_mix_alone() -> None:
 
 def test_mixing_speed_needs_a_conserved_mean() -> None:
     """Uniform weights on a star move the mean, so p is refused with the remedy."""
+    heavy = star(5, weights=uniform)
     with pytest.raises(UserError, match="use metropolis"):
-        sp.mixing_parameter(star(5, weights=uniform))
+        sp.mixing_parameter(heavy)
+    with pytest.raises(UserError, match="use metropolis"):
+        sp.rounds_to_consensus(static(heavy))
 
 
 def test_decay_at_scale_is_an_average_over_random_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,6 +190,34 @@ def test_summaries_at_scale(text: str) -> None:
     except UserError:
         schedule = parse(text, 1024)
     summary = summarize(schedule)
-    assert 0 < summary.messages <= summary.degree < schedule.num_workers
+    assert 0 < summary.copies_sent <= summary.degree < schedule.num_workers
+    assert summary.copies_sent <= summary.messages <= 2 * summary.degree
+    assert summary.mixing_rate is not None
     assert 0 < summary.mixing_rate <= 1
     assert (summary.rounds_to_consensus is not None) <= (summary.mixing_rate == 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "num_workers", "messages", "copies"),
+    [
+        ("ring", 16, 2, 2),
+        ("star", 16, 15, 15),
+        ("complete", 16, 30, 1.875),
+        ("one_peer_ring", 5, 0.8, 0.8),  # each rests once in five rounds
+        ("aer(workers_per_node=4)", 16, 10, 1.625),  # half the time 2·7/8, half 2·3/4
+    ],
+)
+def test_summaries_count_what_the_busiest_worker_sends(
+    text: str, num_workers: int, messages: float, copies: float
+) -> None:
+    """Per round, on average over a period: not a mean of maxima that no worker sends."""
+    summary = summarize(parse(text, num_workers))
+    assert summary.messages == pytest.approx(messages)
+    assert summary.copies_sent == pytest.approx(copies)
+
+
+def test_a_topology_that_moves_the_mean_has_no_rate() -> None:
+    """It can be listed and drawn; its mixing speed is not a number."""
+    summary = summarize(parse("star(weights=uniform)", 8))
+    assert summary.mixing_rate is None
+    assert summary.rounds_to_consensus is None

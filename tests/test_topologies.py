@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import networkx as nx
 import numpy as np
@@ -13,13 +16,16 @@ from hypothesis import strategies as st
 from gossamer.errors import UserError
 from gossamer.topology import (
     Round,
+    Schedule,
     ada,
     aer,
+    aer_on_nodes,
     base_graph,
     complete,
     cycle,
     erdos_renyi,
     exponential,
+    from_matrix,
     from_networkx,
     hypercube,
     lattice,
@@ -29,6 +35,7 @@ from gossamer.topology import (
     one_peer_ring,
     ou_equidyn,
     parse,
+    random_matching,
     random_regular,
     ring,
     star,
@@ -115,17 +122,23 @@ def test_rounds_repeat_after_the_period(text: str, data: st.DataObject) -> None:
             assert schedule.round(step) == schedule.round(step + schedule.period)
 
 
+def test_numpy_integers_count_workers_too() -> None:
+    """Sizes often come out of arrays."""
+    for text in ALL_TOPOLOGIES:
+        assert parse(text, np.int64(16)).round(0) == parse(text, 16).round(0)
+
+
 @pytest.mark.parametrize("text", ALL_TOPOLOGIES + VARIANTS)
 def test_one_worker_is_a_valid_world(text: str) -> None:
     """On one worker every topology is a round that keeps everything, and sends nothing."""
     round = parse(text, 1).round(0)
     assert round.matrix().toarray().tolist() == [[1.0]]
     assert round.degree == 0
-    assert round.copies_sent == 0
+    assert round.copies_sent.tolist() == [0]
 
 
 @pytest.mark.parametrize("text", ALL_TOPOLOGIES)
-@pytest.mark.parametrize("num_workers", [0, -3])
+@pytest.mark.parametrize("num_workers", [0, -3, 8.0])
 def test_no_worker_is_refused(text: str, num_workers: int) -> None:
     """A world without workers is an error that says so, for every topology."""
     with pytest.raises(UserError, match="at least one worker, got"):
@@ -259,6 +272,23 @@ def test_one_peer_ring_visits_every_edge_of_the_ring(num_workers: int, period: i
     assert np.all(rests == num_workers % 2)
 
 
+@pytest.mark.parametrize(
+    ("node_of", "words"),
+    [
+        ([], "a node number for each worker"),
+        ([0, 0, -1, 1], "a node number for each worker"),
+        ([0.4, 0.9], "a node number for each worker"),
+        ("abc", "a node number for each worker"),
+        ([0, 0, 2, 2], "number nodes without gaps"),
+        ([0, 0, 0, 1], "nodes of 1 to 3"),
+    ],
+)
+def test_aer_needs_nodes_that_can_be_paired(node_of: Any, words: str) -> None:
+    """Nodes are numbered from 0 without gaps and hold the same number of workers."""
+    with pytest.raises(UserError, match=words):
+        aer_on_nodes(node_of)
+
+
 @pytest.mark.parametrize(("nodes", "size"), [(2, 4), (4, 4), (8, 4), (2, 8), (4, 8), (8, 8)])
 def test_aer_is_exact_after_one_period(nodes: int, size: int) -> None:
     """2·log2 M rounds give the exact average on M nodes."""
@@ -284,7 +314,7 @@ def test_aer_alternates_which_half_of_the_pairs_leaves_its_node() -> None:
 
 def test_aer_takes_any_mapping_from_worker_to_node() -> None:
     """Workers dealt round-robin onto nodes give the same rounds, with the workers renamed."""
-    dealt = aer(8, node_of=[0, 1, 2, 3, 0, 1, 2, 3])
+    dealt = aer_on_nodes([0, 1, 2, 3, 0, 1, 2, 3])
     order = [0, 4, 1, 5, 2, 6, 3, 7]
     for step in range(4):
         renamed = dealt.round(step).matrix().toarray()[np.ix_(order, order)]
@@ -304,6 +334,15 @@ def test_base_graph_is_exact_on_any_number_of_workers(num_workers: int) -> None:
         np.testing.assert_allclose(exact, 1 / num_workers, atol=1e-14)
 
 
+@pytest.mark.parametrize(("num_workers", "k"), [(5, 1), (33, 1), (26, 2), (1000, 1)])
+def test_base_graph_leaves_few_workers_idle(num_workers: int, k: int) -> None:
+    """Those without a partner across blocks average inside: at most one per block rests."""
+    schedule = base_graph(num_workers, k)
+    for step in range(schedule.period or 0):
+        resting = int((schedule.round(step).in_degrees == 0).sum())
+        assert resting <= math.log2(num_workers)
+
+
 def test_base_graph_takes_the_shorter_of_its_two_constructions() -> None:
     """Six workers: three pairs' worth of three workers, then one round across: 4, not 5."""
     assert base_graph(6, k=1).period == 4
@@ -313,14 +352,36 @@ def test_base_graph_takes_the_shorter_of_its_two_constructions() -> None:
 
 @pytest.mark.parametrize("num_workers", [2, 5, 16, 33])
 def test_od_equidyn_contracts_by_its_rate_in_expectation(num_workers: int) -> None:
-    """With η = ½ the mean of ‖Wx − x̄‖² over all distances is (n − 1)/(2n) of ‖x − x̄‖²."""
-    n = num_workers
-    drawn = {od_equidyn(n, seed=s).round(0) for s in range(40 * n)}
-    assert len(drawn) == n - 1  # every distance has been drawn
+    """With η = ½ the mean of ‖Wx − x̄‖² over all distances is (n − 1)/(2n) of ‖x − x̄‖².
+
+    And distances are drawn evenly: each as often as chance allows, within five deviations.
+    """
+    n, num_draws = num_workers, 40 * num_workers
+    schedule = od_equidyn(n)
+    drawn = Counter(schedule.round(step) for step in range(num_draws))
     x = np.random.default_rng(0).standard_normal(n)
     before = np.sum((x - x.mean()) ** 2)
-    after = np.mean([np.sum((r.matrix() @ x - x.mean()) ** 2) for r in drawn])
+    after = np.mean([np.sum((r.matrix().toarray() @ x - x.mean()) ** 2) for r in drawn])
     assert after / before == pytest.approx((n - 1) / (2 * n), rel=1e-12)
+    expected = num_draws / (n - 1)
+    assert len(drawn) == n - 1
+    assert all(abs(count - expected) < 5 * math.sqrt(expected) for count in drawn.values())
+
+
+@pytest.mark.parametrize("build", [random_matching, od_equidyn, ou_equidyn])
+def test_random_schedules_depend_on_seed_and_step_alone(build: Callable[..., Schedule]) -> None:
+    """Another seed and another step give other rounds; the same ones, in any order, the same."""
+    first, again, other = build(20, seed=1), build(20, seed=1), build(20, seed=2)
+    assert [again.round(t) for t in (5, 0)] == [first.round(t) for t in (5, 0)]
+    assert first.round(0) != first.round(1)
+    assert first.round(0) != other.round(0)
+
+
+def test_ou_equidyn_starts_pairing_anywhere() -> None:
+    """On odd n one worker rests, and over many rounds every worker has rested."""
+    schedule = ou_equidyn(7)
+    resting = [np.flatnonzero(schedule.round(step).in_degrees == 0) for step in range(100)]
+    assert set(np.concatenate(resting).tolist()) == set(range(7))
 
 
 def test_ou_equidyn_pairs_at_one_distance() -> None:
@@ -338,7 +399,8 @@ def test_ou_equidyn_pairs_at_one_distance() -> None:
     [
         (96, 10, 0.02, {0: 10, 49: 10, 50: 8, 149: 8, 150: 6, 399: 2, 400: 2, 10_000: 2}),
         (1008, 112, 1.0, {0: 112, 1: 110, 2: 110, 3: 108, 110: 2, 111: 2, 300: 2}),
-        (8, 7, 1.0, {0: 6, 1: 6, 2: 4, 5: 2}),
+        (8, 7, 1.0, {0: 7, 1: 6, 2: 4, 5: 2}),
+        (16, 15, 1.0, {0: 15, 1: 14, 2: 12}),
         (7, 6, 1.0, {0: 6, 1: 4, 3: 2}),
         (6, 100, 10.0, {0: 5, 9: 5, 10: 2}),
     ],
@@ -357,9 +419,19 @@ def test_ada_thins_the_lattice_by_epoch(
 def test_a_static_schedule_must_be_connected() -> None:
     """A graph that leaves workers unreachable never reaches consensus, so it is refused."""
     matching = one_peer_ring(6).round(0)
-    with pytest.raises(UserError, match="connected"):
-        static(matching)
+    one_way = from_matrix([[1.0, 0.0], [0.5, 0.5]], doubly_stochastic=False)
+    for unreachable in (matching, one_way):
+        with pytest.raises(UserError, match="connected"):
+            static(unreachable)
     assert cycle([matching, one_peer_ring(6).round(1)]).period == 2
+
+
+def test_a_schedule_of_ones_own_is_checked() -> None:
+    """A period of no rounds, or a round on other workers, is refused with the step."""
+    with pytest.raises(UserError, match="at least one round, got 0"):
+        Schedule(4, 0, lambda step: ring(4))
+    with pytest.raises(UserError, match="must be on 5 workers, got one on 4 at step 0"):
+        Schedule(5, 2, lambda step: ring(4)).round(0)
 
 
 def test_steps_count_from_zero() -> None:
@@ -371,27 +443,37 @@ def test_steps_count_from_zero() -> None:
 @pytest.mark.parametrize(
     ("text", "num_workers", "words"),
     [
-        ("lattice(k=3)", 16, "even k with 2 <= k < 16 workers, got k=3; use complete"),
-        ("lattice(k=16)", 16, "even k with 2 <= k < 16 workers, got k=16"),
-        ("lattice(k=0)", 16, "even k"),
+        ("lattice(k=3)", 16, "even k, at least 2 and less than its 16 workers, got k=3; use k=4"),
+        ("lattice(k=16)", 16, "less than its 16 workers, got k=16; use k=14"),
+        ("lattice(k=0)", 16, "got k=0; use ring or complete"),
+        ("lattice(k=2)", 2, "got k=2; use ring or complete"),
         ("torus", 13, "got the prime 13; use 14 workers, or ring"),
         ("torus", 2, "got the prime 2; use 4 workers"),
         ("hypercube", 12, "power-of-two number of workers, got 12; use 8 or 16"),
         ("one_peer_hypercube", 12, "power-of-two"),
         ("one_peer_exponential(pairs=true)", 12, "power-of-two"),
         ("aer(workers_per_node=4)", 12, "power-of-two number of nodes, got 3 nodes of 4"),
-        ("aer(workers_per_node=4)", 18, "nodes of one size"),
-        ("aer(workers_per_node=0)", 16, "workers_per_node must be at least 1, got 0"),
+        (
+            "aer(workers_per_node=4)",
+            18,
+            "full nodes, got 18 workers for nodes of 4; set workers_per_node to a divisor",
+        ),
+        ("aer(workers_per_node=0)", 16, "workers_per_node of at least 1, got 0"),
         ("erdos_renyi(p=1.5)", 8, r"p in \[0, 1\], got p=1.5"),
         ("erdos_renyi(p=0.001)", 64, r"use p well above ln\(n\)/n = 0.065"),
-        ("random_regular(k=3)", 7, "even n.k, got k=3; change k by one"),
-        ("random_regular(k=8)", 8, "1 <= k < 8 workers"),
+        ("random_regular(k=3)", 7, r"even number of edge ends 7\*k, got k=3; use k=2"),
+        ("random_regular(k=8)", 8, r"k in 1\.\.7 .* got k=8; use k=7"),
         ("random_regular(k=1)", 8, "use k >= 3"),
-        ("base_graph(k=0)", 8, "k must be at least 1, got 0"),
+        ("base_graph(k=0)", 8, "base_graph needs k of at least 1, got 0"),
         ("od_equidyn(eta=0)", 8, "0 < eta <= 1, got eta=0"),
-        ("ada(k0=1, gamma=1, steps_per_epoch=1)", 8, "k0 >= k_min >= 2"),
+        ("ada(k0=1, gamma=1, steps_per_epoch=1)", 8, "k0 >= 2 and a finite gamma >= 0, got k0=1"),
         ("ada(k0=4, gamma=-1, steps_per_epoch=1)", 8, "gamma >= 0"),
-        ("ada(k0=4, gamma=1, steps_per_epoch=0)", 8, "steps_per_epoch must be at least 1"),
+        ("ada(k0=4, gamma=1e400, steps_per_epoch=1)", 8, "finite gamma .* got k0=4, gamma=inf"),
+        ("random_matching(seed=-1)", 8, "seed must be at least 0, got -1"),
+        ("od_equidyn(seed=-1)", 8, "seed must be at least 0, got -1"),
+        ("erdos_renyi(p=0.5, seed=-1)", 8, "seed must be at least 0, got -1"),
+        ("random_regular(k=3, seed=-1)", 8, "seed must be at least 0, got -1"),
+        ("ada(k0=4, gamma=1, steps_per_epoch=0)", 8, "steps_per_epoch of at least 1, got 0"),
     ],
 )
 def test_impossible_topologies_explain_themselves(text: str, num_workers: int, words: str) -> None:

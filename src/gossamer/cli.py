@@ -14,8 +14,9 @@ from rich.markup import escape
 from rich.table import Table
 
 from gossamer.errors import UserError
+from gossamer.picture import first_rounds
 from gossamer.topology import CATALOGUE, Round, Schedule, parse
-from gossamer.topology.parse import example
+from gossamer.topology.catalogue import example
 from gossamer.topology.summary import Summary, summarize
 
 app = typer.Typer(
@@ -27,7 +28,9 @@ app = typer.Typer(
 console = Console()
 
 Workers = Annotated[int, typer.Option("--workers", "-n", help="Number of workers.")]
-Params = Annotated[float, typer.Option(help="Parameters of the model, sent as 4 bytes each.")]
+Params = Annotated[
+    float, typer.Option(min=1, help="Parameters of the model, sent as 4 bytes each.")
+]
 
 
 @app.callback()
@@ -43,7 +46,7 @@ def topology(
     name: Annotated[str | None, typer.Argument(help='A topology, such as "lattice(k=4)".')] = None,
     workers: Workers = 16,
     params: Params = 25.6e6,
-    rounds: Annotated[int, typer.Option(help="How many rounds to show.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, help="How many rounds to show.")] = 4,
     html: Annotated[Path | None, typer.Option(help="Write a picture as a page.")] = None,
     png: Annotated[Path | None, typer.Option(help="Write a picture as an image.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
@@ -52,19 +55,18 @@ def topology(
 
     Examples: `gossamer topology -n 16`, `gossamer topology "lattice(k=4)" -n 32 --html graph.html`.
     """
+    pictures = _check_pictures(html=html, png=png)
     schedules, missing = _build(name, workers)
     summaries = [summarize(schedule) for schedule in schedules]
     if as_json:
-        for summary in summaries:
-            print(json.dumps(asdict(summary)))
+        _print_json(summaries, missing, params)
     else:
         console.print(_summary_table(summaries, params))
-        for reason in missing:
-            console.print(f"[dim]{escape(reason)}[/]", highlight=False)
+        for topology_name, reason in missing.items():
+            console.print(f"[dim]no {topology_name}: {escape(reason)}[/]", highlight=False)
         if name is not None:
-            for step in range(min(rounds, schedules[0].period or rounds)):
-                console.print(_round_table(schedules[0].round(step), step))
-    _save_pictures(schedules, name, rounds, [path for path in (html, png) if path])
+            _print_rounds(schedules[0], rounds)
+    _save_pictures(schedules, name, rounds, pictures)
 
 
 @app.command(rich_help_panel="Look")
@@ -79,20 +81,34 @@ def demo(
     topology(workers=workers, html=out / "topologies.html")
 
 
-def _build(name: str | None, workers: int) -> tuple[list[Schedule], list[str]]:
+def _build(name: str | None, workers: int) -> tuple[list[Schedule], dict[str, str]]:
     """Return the named schedule, or the whole catalogue and why some of it cannot be built."""
     if name is not None:
-        return [parse(example(name) if name in CATALOGUE else name, workers)], []
+        return [parse(example(name) if name in CATALOGUE else name, workers)], {}
     schedules: list[Schedule] = []
-    missing: list[str] = []
+    missing: dict[str, str] = {}
     for entry in CATALOGUE:
         try:
             schedules.append(parse(example(entry), workers))
         except UserError as error:
-            missing.append(f"not on {workers} workers: {error}")
+            missing[entry] = str(error)
     if not schedules:
-        raise UserError(f"a topology needs at least one worker, got {workers}")
+        raise UserError(missing["complete"])
     return schedules, missing
+
+
+def _print_json(summaries: list[Summary], missing: dict[str, str], params: float) -> None:
+    for summary in summaries:
+        print(json.dumps(asdict(summary) | {"bytes_sent": 4 * params * summary.copies_sent}))
+    for name, reason in missing.items():
+        print(json.dumps({"name": name, "missing": reason}))
+
+
+def _print_rounds(schedule: Schedule, limit: int) -> None:
+    description = CATALOGUE[schedule.name.partition("(")[0]].build.__doc__ or ""
+    console.print(escape(description.splitlines()[0]), highlight=False)
+    for step, round in first_rounds(schedule, limit):
+        console.print(_round_table(round, step))
 
 
 def _summary_table(summaries: list[Summary], params: float) -> Table:
@@ -107,12 +123,12 @@ def _summary_table(summaries: list[Summary], params: float) -> Table:
             str(summary.degree),
             f"{summary.messages:.4g}",
             f"{summary.copies_sent * params * 4 / 1e6:,.0f}",
-            f"{summary.mixing_rate:.3g}",
+            "–" if summary.mixing_rate is None else f"{summary.mixing_rate:.3g}",
             "asymptotic" if exact is None else f"{exact} round{'s'[exact == 1 :]}",
         )
     table.caption = (
-        "per worker and round; MB: of the busiest worker, groups as all-reduces;\n"
-        "p: least share of the squared consensus error that a round removes"
+        "messages and MB of the busiest worker per round, groups as all-reduces;\n"
+        "p: share of the squared consensus error removed, at least, per round of a cycle"
     )
     return table
 
@@ -127,12 +143,25 @@ def _round_table(round: Round, step: int, most: int = 32) -> Table:
         table.add_row(
             str(worker),
             f"{part.self_weight:.3g}",
-            "  ".join(f"{sender} × {weight:.3g}" for sender, weight in heard),
-            "  ".join(str(receiver) for receiver in part.sends.workers),
+            _listed([f"{sender} × {weight:.3g}" for sender, weight in heard]),
+            _listed([str(receiver) for receiver in part.sends.workers]),
         )
     if round.num_workers > most:
         table.caption = f"the first {most} of {round.num_workers} workers"
     return table
+
+
+def _listed(items: list[str], most: int = 12) -> str:
+    rest = f"  … ({len(items)} in all)" if len(items) > most else ""
+    return "  ".join(items[:most]) + rest
+
+
+def _check_pictures(**paths: Path | None) -> list[Path]:
+    """Return the pictures asked for, after a check that each is of its option's kind."""
+    for kind, path in paths.items():
+        if path is not None and path.suffix.lower() != f".{kind}":
+            raise UserError(f"--{kind} writes a .{kind} file, got {path.name!r}; change its ending")
+    return [path for path in paths.values() if path is not None]
 
 
 def _save_pictures(
@@ -145,7 +174,7 @@ def _save_pictures(
     figure = picture.gallery(schedules) if name is None else picture.draw(schedules[0], rounds)
     for path in paths:
         picture.save(figure, path)
-        console.print(f"wrote {path}")
+        Console(stderr=True).print(f"wrote {path}", highlight=False)
 
 
 def main() -> None:

@@ -5,9 +5,9 @@ Figures are plotly's; ``save`` writes them as a page that opens offline, or as a
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import wrap
@@ -18,7 +18,7 @@ import numpy as np
 from gossamer.errors import UserError
 from gossamer.topology import Round, Schedule
 from gossamer.topology.round import FloatArray, IntArray
-from gossamer.topology.spectrum import consensus_decay, window
+from gossamer.topology.spectrum import consensus_decay
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -34,13 +34,14 @@ _INK, _FAINT = "#1f2933", "#9aa5b1"
 
 def draw(schedule: Schedule, num_rounds: int = 4) -> Figure:
     """Return a figure of the first rounds: the graph of each with its matrix."""
-    rounds = _first_rounds(schedule, num_rounds)
+    shown = first_rounds(schedule, num_rounds)
+    rounds = [round for _, round in shown]
     alone = len(rounds) == 1  # graph and matrix side by side, else one above the other
     rows, columns = (1, 2) if alone else (2, len(rounds))
     figure = _subplots(
         rows=rows,
         cols=columns,
-        subplot_titles=None if alone else [f"round {step}" for step in range(columns)],
+        subplot_titles=None if alone else [f"round {step}" for step, _ in shown],
         vertical_spacing=0.06,
         horizontal_spacing=0.1 / columns,
     )
@@ -52,7 +53,12 @@ def draw(schedule: Schedule, num_rounds: int = 4) -> Figure:
         colorscale="Blues",
         cmin=0,
         cmax=max(float(round.matrix().max()) for round in rounds),
-        colorbar={"title": "weight", "len": 0.4, "y": 0.2, "thickness": 12},
+        colorbar={
+            "title": {"text": "weight", "side": "right"},
+            "len": 0.4,
+            "y": 0.2,
+            "thickness": 12,
+        },
     )
     side = 480 if alone else 330
     return _finish(
@@ -82,13 +88,14 @@ def gallery(schedules: Sequence[Schedule], steps: int = 16, columns: int = 6) ->
             "the same, by model copies that the busiest worker has sent",
             *[_short_title(schedule) for schedule in schedules],
         ],
-        vertical_spacing=0.09,
+        vertical_spacing=0.06,
         horizontal_spacing=0.03,
     )
     for index, schedule in enumerate(schedules):
         _add_race(figure, schedule, steps, index, second_column=left + 1)
         row, column = divmod(index, columns)
-        _add_graph(figure, _first_rounds(schedule, 4), row=2 + row, column=1 + column, labels=False)
+        rounds = [round for _, round in first_rounds(schedule, 4)]
+        _add_graph(figure, rounds, row=2 + row, column=1 + column, labels=False)
     for column in (1, left + 1):
         figure.update_yaxes(
             type="log", range=[-4.2, 0.1], exponentformat="power", dtick=1, row=1, col=column
@@ -109,23 +116,27 @@ def save(figure: Figure, path: Path) -> None:
 
     Images need a Chrome or Chromium on the machine.
     """
-    suffix = path.suffix.lower()
-    if suffix == ".html":
-        data = str(figure.to_html(include_plotlyjs=True)).encode()
-    elif suffix in (".png", ".svg"):
-        data = _render(figure, suffix[1:])
-    else:
-        raise UserError(f"a picture is a .html, .png or .svg file, got {path.name!r}")
+    check_kind(path)
+    kind = path.suffix.lower()[1:]
+    page = kind == "html"
+    data = str(figure.to_html(include_plotlyjs=True)).encode() if page else _render(figure, kind)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(
-            dir=path.parent, prefix=f".{path.name}.", delete=False
-        ) as f:
-            f.write(data)
-        os.chmod(f.name, 0o644)
-        os.replace(f.name, path)
+        aside.write_bytes(data)
+        aside.replace(path)
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; choose another folder") from error
+        with contextlib.suppress(OSError):
+            aside.unlink()
+        raise UserError(f"cannot write {path}: {error.strerror}; choose another place") from error
+
+
+def check_kind(path: Path) -> None:
+    """Raise unless the name ends as a picture's does; to call before work is spent on it."""
+    if path.suffix.lower() not in (".html", ".png", ".svg"):
+        raise UserError(
+            f"a picture is a .html, .png or .svg file, got {path.name!r}; change its ending"
+        )
 
 
 def _render(figure: Figure, kind: str) -> bytes:
@@ -134,7 +145,7 @@ def _render(figure: Figure, kind: str) -> bytes:
     except (ImportError, RuntimeError, ValueError) as error:
         raise UserError(
             "images are drawn by kaleido in a Chrome or Chromium, and that failed "
-            f"({str(error).strip().splitlines()[0]}); install chromium and gossamer[bench], "
+            f"({type(error).__name__}); install chromium and gossamer[bench], "
             "or write .html, which needs neither"
         ) from error
 
@@ -164,15 +175,14 @@ def _finish(figure: Figure, *, title: str, width: int, height: int, legend: bool
     return figure
 
 
-def _first_rounds(schedule: Schedule, limit: int) -> list[Round]:
-    """Return the first rounds until they repeat, at most `limit`."""
-    rounds: list[Round] = []
-    for step in range(min(limit, window(schedule))):
+def first_rounds(schedule: Schedule, limit: int) -> list[tuple[int, Round]]:
+    """Return the steps and rounds worth showing: of a cycle at most, without repeated ones."""
+    shown: list[tuple[int, Round]] = []
+    for step in range(min(limit, schedule.period or limit)):
         round = schedule.round(step)
-        if round in rounds:
-            break
-        rounds.append(round)
-    return rounds
+        if not shown or round != shown[-1][1]:
+            shown.append((step, round))
+    return shown
 
 
 def _short_title(schedule: Schedule) -> str:
@@ -288,6 +298,8 @@ def _add_matrix(figure: Figure, round: Round, *, row: int, column: int) -> None:
     gap = 1 if len(dense) <= 40 else 0
     figure.add_heatmap(
         z=np.where(dense > 0, dense, np.nan).astype(np.float32),
+        x0=(block - 1) / 2,
+        y0=(block - 1) / 2,
         dx=block,
         dy=block,
         coloraxis="coloraxis",
@@ -320,12 +332,13 @@ def _add_race(
 ) -> None:
     """Draw the decay of the consensus error by rounds, and by copies sent."""
     errors = np.concatenate([[1.0], consensus_decay(schedule, steps)])
-    sent = np.cumsum([0.0, *(schedule.round(step).copies_sent for step in range(steps))])
+    by_worker = [schedule.round(step).copies_sent for step in range(steps)]
+    sent = np.concatenate([[0.0], np.cumsum(by_worker, axis=0).max(axis=1)])
     # Zero has no place on a logarithmic axis: an exact average leaves through the floor.
     shown = np.maximum(errors, 1e-9)
     line = {
         "color": PALETTE[index % len(PALETTE)],
-        "dash": _DASHES[index // len(PALETTE)],
+        "dash": _DASHES[index // len(PALETTE) % len(_DASHES)],
         "width": 2,
     }
     for column, xs in ((1, np.arange(steps + 1)), (second_column, sent)):

@@ -4,6 +4,7 @@ Pure: numpy and scipy, no process group. A graph is a function that returns a Ro
 gives the Round of every step; ``parse`` turns a text into a schedule.
 """
 
+from gossamer.topology.catalogue import CATALOGUE, parse
 from gossamer.topology.graphs import (
     complete,
     erdos_renyi,
@@ -17,12 +18,12 @@ from gossamer.topology.graphs import (
     star,
     torus,
 )
-from gossamer.topology.parse import CATALOGUE, parse
 from gossamer.topology.round import Edges, Neighbours, Round
 from gossamer.topology.schedules import (
     Schedule,
     ada,
     aer,
+    aer_on_nodes,
     base_graph,
     cycle,
     od_equidyn,
@@ -33,6 +34,7 @@ from gossamer.topology.schedules import (
     random_matching,
     static,
 )
+from gossamer.topology.weights import metropolis, uniform
 
 __all__ = [
     "CATALOGUE",
@@ -42,6 +44,7 @@ __all__ = [
     "Schedule",
     "ada",
     "aer",
+    "aer_on_nodes",
     "base_graph",
     "complete",
     "cycle",
@@ -51,6 +54,7 @@ __all__ = [
     "from_networkx",
     "hypercube",
     "lattice",
+    "metropolis",
     "od_equidyn",
     "one_peer_exponential",
     "one_peer_hypercube",
@@ -63,4 +67,5 @@ __all__ = [
     "star",
     "static",
     "torus",
+    "uniform",
 ]

@@ -8,7 +8,8 @@ valid world for every graph: a round that keeps everything.
 from __future__ import annotations
 
 import math
-from typing import Any, cast
+import operator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -38,9 +39,11 @@ def lattice(num_workers: int, k: int, *, weights: WeightRule = by_degree) -> Rou
     """Ring lattice: neighbours i ± 1 … i ± k/2."""
     check_workers(num_workers)
     if k < 2 or k % 2 or k >= num_workers > 1:
+        best = min(k + k % 2, num_workers - 1 - (num_workers - 1) % 2)
+        remedy = f"use k={best}" if k >= 2 and best >= 2 else "use ring or complete"
         raise UserError(
-            f"lattice needs an even k with 2 <= k < {num_workers} workers, got k={k}; "
-            "use complete for all-to-all"
+            f"lattice needs an even k, at least 2 and less than its {num_workers} workers, "
+            f"got k={k}; {remedy}"
         )
     reach = np.arange(1, k // 2 + 1)
     return weights(_circulant(num_workers, np.concatenate([-reach, reach])))
@@ -53,9 +56,8 @@ def exponential(num_workers: int, *, weights: WeightRule = by_degree) -> Round:
 
 def hypercube(num_workers: int, *, weights: WeightRule = by_degree) -> Round:
     """Neighbours differ in one bit of their number; needs a power of two."""
-    check_power_of_two(num_workers, "hypercube", "exponential")
+    flips = 1 << np.arange(log2_of(num_workers, "hypercube", "exponential"))
     workers = np.arange(num_workers)
-    flips = powers_of_two_below(num_workers)
     others = workers ^ flips[:, None]
     return weights(_adjacency(num_workers, np.tile(workers, len(flips)), others.ravel()))
 
@@ -80,8 +82,8 @@ def erdos_renyi(
     """Each pair is linked with probability p; the first connected draw of the seed."""
     check_workers(num_workers)
     if not 0 <= p <= 1:
-        raise UserError(f"erdos_renyi needs a probability p in [0, 1], got p={p}")
-    rng = np.random.default_rng(seed)
+        raise UserError(f"erdos_renyi needs p in [0, 1], got p={p}; p is the share of linked pairs")
+    rng = np.random.default_rng(check_seed(seed))
     num_pairs = num_workers * (num_workers - 1) // 2
     for _ in range(_MAX_DRAWS):
         pairs = rng.choice(num_pairs, rng.binomial(num_pairs, p), replace=False, shuffle=False)
@@ -100,12 +102,15 @@ def random_regular(
 ) -> Round:
     """Every worker has k neighbours, drawn at random; the first connected draw of the seed."""
     check_workers(num_workers)
+    check_seed(seed)
     if num_workers == 1:
         return weights(_adjacency(1))
     if not 1 <= k < num_workers or num_workers * k % 2:
+        best = min(k, num_workers - 1)
+        best -= best * num_workers % 2
         raise UserError(
-            f"random_regular needs 1 <= k < {num_workers} workers and an even n*k, got k={k}; "
-            "change k by one"
+            f"random_regular needs k in 1..{num_workers - 1} and an even number of edge ends "
+            f"{num_workers}*k, got k={k}; use {f'k={best}' if best > 1 else 'ring or complete'}"
         )
     for draw in range(_MAX_DRAWS):
         graph = _draw_regular(num_workers, k, seed + draw * 1_000_003)
@@ -137,30 +142,56 @@ def from_matrix(matrix: npt.ArrayLike | Sparse, *, doubly_stochastic: bool = Tru
         matrix: non-negative, rows that sum to one.
         doubly_stochastic: require columns that sum to one too; False declares that they do not.
     """
-    return Round(csr_array(cast(Any, matrix)), doubly_stochastic=doubly_stochastic)
+    given: Any = matrix
+    try:
+        weights: Any = csr_array(given)
+    except (TypeError, ValueError):
+        weights = None
+    if weights is None or weights.dtype.kind not in "biuf":
+        raise UserError(
+            "a mixing matrix must be an array of real numbers with rows of equal length, got "
+            f"{type(given).__name__}; give a list of rows, a numpy array or a scipy sparse matrix"
+        )
+    return Round(weights, doubly_stochastic=doubly_stochastic)
 
 
 def powers_of_two_below(num_workers: int) -> IntArray:
     """The distances 1, 2, 4, … that are less than the number of workers."""
     check_workers(num_workers)
-    return 1 << np.arange((num_workers - 1).bit_length())
+    return 1 << np.arange(int(num_workers - 1).bit_length())
 
 
-def check_power_of_two(num_workers: int, what: str, instead: str) -> None:
-    """Raise unless the number of workers is a power of two."""
+def log2_of(num_workers: int, what: str, instead: str) -> int:
+    """Return m where the number of workers is 2^m; raise where it is not a power of two."""
     check_workers(num_workers)
-    if num_workers & (num_workers - 1):
-        below = 1 << (num_workers.bit_length() - 1)
+    exponent = int(num_workers).bit_length() - 1
+    if num_workers != 1 << exponent:
+        below = 1 << exponent
         raise UserError(
             f"{what} needs a power-of-two number of workers, got {num_workers}; "
             f"use {below} or {2 * below} workers, or {instead}"
         )
+    return exponent
 
 
 def check_workers(num_workers: int) -> None:
     """Raise unless there is at least one worker."""
-    if num_workers < 1:
-        raise UserError(f"a topology needs at least one worker, got {num_workers}")
+    try:
+        enough = operator.index(num_workers) >= 1
+    except TypeError:  # not a whole number
+        enough = False
+    if not enough:
+        raise UserError(
+            f"a topology needs at least one worker, got {num_workers!r}; "
+            "give a whole number, 1 or more"
+        )
+
+
+def check_seed(seed: int) -> int:
+    """Return the seed, after a check that generators take it."""
+    if seed < 0:
+        raise UserError(f"a seed must be at least 0, got {seed}; use its absolute value")
+    return seed
 
 
 def _circulant(num_workers: int, offsets: IntArray) -> Sparse:
@@ -211,7 +242,7 @@ def _decode_pairs(codes: IntArray) -> tuple[IntArray, IntArray]:
 
 def _draw_regular(num_workers: int, k: int, seed: int) -> Sparse:
     """Return one random k-regular graph, connected or not."""
-    import networkx as nx  # a dependency of torch; slow to import and needed here only
+    import networkx as nx  # slow to import, and needed here only
 
     sparse_k = min(k, num_workers - 1 - k)  # dense graphs are drawn as their complement
     drawn = nx.random_regular_graph(sparse_k, num_workers, seed=seed)

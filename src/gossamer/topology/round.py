@@ -9,8 +9,8 @@ object per edge.
 from __future__ import annotations
 
 import hashlib
-from functools import cached_property
-from typing import NamedTuple, TypeAlias, final
+from functools import cached_property, partial
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast, final
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from scipy.sparse import csr_array
 
 from gossamer.errors import UserError
 
+AnyArray = TypeVar("AnyArray", bound=npt.NDArray[Any])
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 Sparse: TypeAlias = "csr_array[np.float64, tuple[int, int]]"
@@ -57,10 +58,10 @@ class Round:
     """
 
     def __init__(self, weights: Sparse, *, doubly_stochastic: bool = True) -> None:
-        self._weights = _canonical(weights)
-        _check_stochastic(self._weights, doubly_stochastic)
-        for array in (self._weights.data, self._weights.indices, self._weights.indptr):
-            array.flags.writeable = False
+        w = self._weights = _canonical(weights)
+        _check_stochastic(w, doubly_stochastic)
+        for array in (w.data, w.indices, w.indptr):
+            _freeze(array)
 
     @property
     def num_workers(self) -> int:
@@ -69,7 +70,8 @@ class Round:
 
     def matrix(self) -> Sparse:
         """Return W, with W[i, j] the weight worker i gives to worker j's parameters (read-only)."""
-        return self._weights
+        w = self._weights
+        return cast("Sparse", csr_array((w.data, w.indices, w.indptr), shape=w.shape))
 
     def neighbours(self, worker: int) -> Neighbours:
         """Return what one worker receives and sends in this round."""
@@ -85,12 +87,12 @@ class Round:
     @cached_property
     def in_degrees(self) -> IntArray:
         """How many others each worker receives from."""
-        return _others_per_row(self._weights)
+        return _freeze(_others_per_row(self._weights))
 
     @cached_property
     def out_degrees(self) -> IntArray:
         """How many others each worker sends to."""
-        return _others_per_row(self._transpose)
+        return _freeze(_others_per_row(self._transpose))
 
     @property
     def degree(self) -> int:
@@ -123,22 +125,29 @@ class Round:
         return tuple(np.split(order, starts))
 
     @property
-    def copies_sent(self) -> float:
-        """Model copies that the busiest worker sends.
+    def messages_sent(self) -> IntArray:
+        """Messages each worker sends: one per receiver, or 2(g − 1) to all-reduce in a group of g.
 
-        One per receiver, or 2(g − 1)/g where the round can run as ring all-reduces in groups of g
-        and that is less.
+        Groups of two exchange one message each way; larger ones all-reduce.
         """
+        reduced = self._group_labels is not None
+        return np.where(reduced & (self.out_degrees > 1), 2 * self.out_degrees, self.out_degrees)
+
+    @property
+    def copies_sent(self) -> FloatArray:
+        """Model copies each worker sends: one per receiver, or 2(g − 1)/g in a group of g."""
         if self._group_labels is None:
-            return float(self.out_degrees.max())
-        group = self.degree + 1
-        return min(2 * (group - 1) / group, group - 1)
+            return self.out_degrees.astype(np.float64)
+        return 2 * self.out_degrees / (self.out_degrees + 1)
 
     @cached_property
     def digest(self) -> str:
-        """A short hash of the weights, the same in every process, to compare rounds by."""
+        """A short hash of the weights, the same in every process, to compare rounds by.
+
+        Weights count to twelve decimals: two ways to compute 1/3 make one round.
+        """
         w = self._weights
-        parts = (w.indptr.astype(np.int64), w.indices.astype(np.int64), w.data)
+        parts = (w.indptr.astype(np.int64), w.indices.astype(np.int64), w.data.round(12))
         return hashlib.blake2b(b"".join(p.tobytes() for p in parts), digest_size=16).hexdigest()
 
     def __eq__(self, other: object) -> bool:
@@ -146,6 +155,10 @@ class Round:
 
     def __hash__(self) -> int:
         return int(self.digest[:15], 16)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Arrays do not stay read-only through a pickle or a copy; a new round freezes them again.
+        return partial(Round, doubly_stochastic=self.conserves_mean), (self._weights,)
 
     def __repr__(self) -> str:
         return f"Round({self.num_workers} workers, degree {self.degree})"
@@ -181,7 +194,8 @@ def _canonical(matrix: Sparse) -> Sparse:
     """Return a float64 copy with sorted indices and without stored zeros."""
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or matrix.shape[0] == 0:
         raise UserError(
-            f"a mixing matrix must be square with at least one worker, got shape {matrix.shape}"
+            f"a mixing matrix must be square with at least one worker, got shape {matrix.shape}; "
+            "give one row and one column per worker"
         )
     weights = csr_array(matrix).astype(np.float64)
     weights.sum_duplicates()
@@ -211,6 +225,11 @@ def _check_sums(sums: FloatArray, what: str, remedy: str) -> None:
             f"every {what} of a mixing matrix must sum to 1, got {sums[worst]:.9g} "
             f"in {what} {worst}; {remedy}"
         )
+
+
+def _freeze(array: AnyArray) -> AnyArray:
+    array.flags.writeable = False
+    return array
 
 
 def _others_per_row(matrix: Sparse) -> IntArray:

@@ -7,6 +7,7 @@ nothing until it runs. Every worker builds the same schedule from the same argum
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -16,12 +17,13 @@ import numpy as np
 from scipy.sparse import csr_array
 
 from gossamer.errors import UserError
-from gossamer.topology.base_graph import base_graph_rounds
+from gossamer.topology.finite_time import base_graph_rounds
 from gossamer.topology.graphs import (
-    check_power_of_two,
+    check_seed,
     check_workers,
     complete,
     lattice,
+    log2_of,
     powers_of_two_below,
 )
 from gossamer.topology.round import IntArray, Round
@@ -46,15 +48,28 @@ class Schedule:
     period: int | None
     build: Callable[[int], Round] = field(repr=False)
     name: str = "custom"
+    _kept: Callable[[int], Round] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "build", lru_cache(_ROUNDS_KEPT)(self.build))
+        check_workers(self.num_workers)
+        if self.period is not None and self.period < 1:
+            raise UserError(
+                f"a period must be at least one round, got {self.period}; "
+                "use None for rounds that never repeat"
+            )
+        object.__setattr__(self, "_kept", lru_cache(_ROUNDS_KEPT)(self.build))
 
     def round(self, step: int) -> Round:
         """Return the round that step t (from 0) mixes with."""
         if step < 0:
-            raise UserError(f"steps count from 0, got {step}")
-        return self.build(step if self.period is None else step % self.period)
+            raise UserError(f"steps count from 0, got {step}; the first step is step 0")
+        round = self._kept(step if self.period is None else step % self.period)
+        if round.num_workers != self.num_workers:
+            raise UserError(
+                f"a round of {self.name} must be on {self.num_workers} workers, got one on "
+                f"{round.num_workers} at step {step}; build all rounds for the same workers"
+            )
+        return round
 
 
 def static(round: Round) -> Schedule:
@@ -73,7 +88,8 @@ def cycle(rounds: Sequence[Round]) -> Schedule:
     sizes = sorted({r.num_workers for r in kept})
     if len(sizes) != 1:
         raise UserError(
-            f"a cycle needs at least one round, all on the same number of workers, got {sizes}"
+            f"a cycle needs rounds that are all on the same number of workers, got {len(kept)} "
+            f"rounds on {sizes or 'no'} workers; build them for one number"
         )
     return Schedule(sizes[0], len(kept), kept.__getitem__)
 
@@ -112,8 +128,7 @@ def one_peer_exponential(num_workers: int, pairs: bool = False) -> Schedule:
 
 def one_peer_hypercube(num_workers: int) -> Schedule:
     """Step t: pairs that differ in bit t of their number; the exact average after log2 n steps."""
-    check_power_of_two(num_workers, "one_peer_hypercube", "one_peer_exponential")
-    num_bits = num_workers.bit_length() - 1
+    num_bits = log2_of(num_workers, "one_peer_hypercube", "one_peer_exponential")
 
     def build(step: int) -> Round:
         return group_average(np.arange(num_workers) & ~(1 << step))
@@ -124,6 +139,7 @@ def one_peer_hypercube(num_workers: int) -> Schedule:
 def random_matching(num_workers: int, seed: int = 0) -> Schedule:
     """A new random pairing at every step; with an odd number of workers one rests."""
     check_workers(num_workers)
+    check_seed(seed)
 
     def build(step: int) -> Round:
         order = np.random.default_rng((seed, step)).permutation(num_workers)
@@ -132,29 +148,42 @@ def random_matching(num_workers: int, seed: int = 0) -> Schedule:
     return Schedule(num_workers, None, build)
 
 
-def aer(
-    num_workers: int, workers_per_node: int = 1, node_of: Sequence[int] | None = None
-) -> Schedule:
+def aer(num_workers: int, workers_per_node: int) -> Schedule:
     """Alternating exponential ring: half of the node pairs average across, half inside nodes.
+
+    Worker i is on node i // workers_per_node, as torchrun numbers ranks; ``aer_on_nodes`` takes any
+    other mapping.
+
+    Args:
+        num_workers: workers_per_node times a power of two.
+        workers_per_node: how many consecutive workers share a node.
+    """
+    check_workers(num_workers)
+    _positive(workers_per_node, "aer", "workers_per_node")
+    if num_workers % workers_per_node and num_workers > 1:
+        raise UserError(
+            f"aer needs full nodes, got {num_workers} workers for nodes of {workers_per_node}; "
+            "set workers_per_node to a divisor of the number of workers"
+        )
+    return aer_on_nodes([worker // workers_per_node for worker in range(num_workers)])
+
+
+def aer_on_nodes(node_of: Sequence[int]) -> Schedule:
+    """Alternating exponential ring, where worker i is on node node_of[i].
 
     Level r pairs the nodes that differ in bit r, and takes two steps: in the first the
     odd-numbered pairs average over both nodes while the nodes of even-numbered pairs average
     internally; in the second the roles swap. Exact after one period of 2·log2(nodes) steps.
 
     Args:
-        num_workers: workers_per_node times a power of two.
-        workers_per_node: how many consecutive workers share a node, as torchrun numbers ranks:
-            worker i is on node i // workers_per_node.
-        node_of: the node of each worker, where that rule does not describe the cluster.
+        node_of: nodes 0..M − 1 with M a power of two, all with the same number of workers.
 
     Reference: Wang et al., From promise to practice (https://arxiv.org/abs/2410.11998).
     """
-    check_workers(num_workers)
-    if node_of is None:
-        nodes = np.arange(num_workers) // _positive(workers_per_node, "workers_per_node")
-    else:
-        nodes = np.asarray(node_of, dtype=np.int64)
-    num_nodes = _check_nodes(num_workers, nodes)
+    nodes = _check_nodes(node_of)
+    num_workers, num_nodes = len(nodes), int(nodes.max()) + 1
+    if num_nodes == 1:
+        return static(complete(num_workers))
 
     def build(step: int) -> Round:
         level, second = divmod(step, 2)
@@ -165,10 +194,7 @@ def aer(
         across = number % 2 == 1 - second
         return group_average(np.where(across, first_of_pair, nodes))
 
-    num_levels = num_nodes.bit_length() - 1
-    if num_levels == 0:
-        return static(complete(num_workers))
-    return Schedule(num_workers, 2 * num_levels, build)
+    return Schedule(num_workers, 2 * (num_nodes.bit_length() - 1), build)
 
 
 def base_graph(num_workers: int, k: int = 1) -> Schedule:
@@ -177,7 +203,8 @@ def base_graph(num_workers: int, k: int = 1) -> Schedule:
     Reference: Takezawa et al., Beyond exponential graph (https://arxiv.org/abs/2305.11420).
     """
     check_workers(num_workers)
-    return cycle(base_graph_rounds(num_workers, _positive(k, "k")))
+    _positive(k, "base_graph", "k")
+    return cycle(base_graph_rounds(num_workers, k))
 
 
 def od_equidyn(num_workers: int, eta: float = 0.5, seed: int = 0) -> Schedule:
@@ -209,34 +236,35 @@ def ou_equidyn(num_workers: int, eta: float = 0.5, seed: int = 0) -> Schedule:
     return _equidyn(num_workers, eta, seed, peers)
 
 
-def ada(num_workers: int, k0: int, gamma: float, steps_per_epoch: int, k_min: int = 2) -> Schedule:
-    """A ring lattice that thins out: k(epoch) = max(k0 − int(γ·epoch), k_min).
+def ada(num_workers: int, k0: int, gamma: float, steps_per_epoch: int) -> Schedule:
+    """A ring lattice that thins out: k(epoch) = max(k0 − int(γ·epoch), 2).
 
-    An odd k is floored to even; k >= n − 1 is the complete graph.
+    k >= n − 1 is the complete graph; any other odd k is floored to even.
 
     Args:
         num_workers: any number.
         k0: neighbours in the first epoch.
         gamma: neighbours lost per epoch.
         steps_per_epoch: steps after which the epoch counts up.
-        k_min: where thinning ends; 2 is the ring.
 
     Reference: Xie et al., Scaling up data parallelism (https://arxiv.org/abs/2509.12213).
     """
     check_workers(num_workers)
-    _positive(steps_per_epoch, "steps_per_epoch")
-    if k_min < 2 or k0 < k_min or gamma < 0:
+    _positive(steps_per_epoch, "ada", "steps_per_epoch")
+    if k0 < 2 or not 0 <= gamma < math.inf:
         raise UserError(
-            f"ada needs k0 >= k_min >= 2 and gamma >= 0, got k0={k0}, k_min={k_min}, gamma={gamma}"
+            f"ada needs k0 >= 2 and a finite gamma >= 0, got k0={k0}, gamma={gamma}; "
+            "k0=10, gamma=0.02 is the paper's choice for 96 workers and 300 epochs"
         )
 
     @lru_cache(_ROUNDS_KEPT)
     def with_degree(k: int) -> Round:
-        return complete(num_workers) if k >= num_workers - 1 else lattice(num_workers, k)
+        if k >= num_workers - 1:
+            return complete(num_workers)
+        return lattice(num_workers, k - k % 2)
 
     def build(step: int) -> Round:
-        k = max(k0 - int(gamma * (step // steps_per_epoch)), k_min)
-        return with_degree(k - k % 2)
+        return with_degree(max(k0 - int(gamma * (step // steps_per_epoch)), 2))
 
     return Schedule(num_workers, None, build)
 
@@ -248,6 +276,7 @@ def _equidyn(
     peers: Callable[[int, np.random.Generator], IntArray],
 ) -> Schedule:
     check_workers(num_workers)
+    check_seed(seed)
     if not 0 < eta <= 1:
         raise UserError(f"equidyn needs 0 < eta <= 1, got eta={eta}; the paper uses 0.5")
     share = eta * (num_workers - 1) / num_workers
@@ -279,25 +308,28 @@ def _pair_at(num_workers: int, distance: int, start: int) -> IntArray:
     return partner
 
 
-def _positive(value: int, name: str) -> int:
+def _positive(value: int, what: str, name: str) -> None:
     if value < 1:
-        raise UserError(f"{name} must be at least 1, got {value}")
-    return value
+        raise UserError(f"{what} needs {name} of at least 1, got {value}; 1 is the smallest")
 
 
-def _check_nodes(num_workers: int, nodes: IntArray) -> int:
-    """Return the number of nodes: a power of two, all of one size, numbered from 0."""
-    sizes = np.bincount(nodes)
-    num_nodes = len(sizes)
-    if len(nodes) != num_workers or len(set(sizes.tolist())) != 1:
+def _check_nodes(node_of: Sequence[int]) -> IntArray:
+    """Return the node of each worker: 0..M − 1, M a power of two, all of one size."""
+    nodes = np.asarray(node_of)
+    if nodes.ndim != 1 or nodes.size == 0 or nodes.dtype.kind not in "iu" or nodes.min() < 0:
         raise UserError(
-            f"aer needs a node for each of {num_workers} workers and nodes of one size, "
-            f"got {len(nodes)} workers on nodes of {sizes.min()} to {sizes.max()}; "
-            "set workers_per_node to a divisor of the number of workers"
+            f"aer needs a node number for each worker, got {node_of!r}; number nodes from 0"
         )
+    sizes = np.bincount(nodes)
+    if len(set(sizes.tolist())) != 1:
+        raise UserError(
+            f"aer needs nodes 0, 1, … with the same number of workers each, got nodes of "
+            f"{sizes.min()} to {sizes.max()}; number nodes without gaps and fill them evenly"
+        )
+    num_nodes = len(sizes)
     if num_nodes & (num_nodes - 1):
         raise UserError(
             f"aer needs a power-of-two number of nodes, got {num_nodes} nodes of {sizes[0]} "
             "workers; change the number of nodes, or use base_graph, which takes any number"
         )
-    return num_nodes
+    return nodes.astype(np.int64)

@@ -26,11 +26,11 @@ _NUM_STARTS = 64
 """Random starts that stand for all of them above that number."""
 
 _EXACT = 1e-10
-"""A round that shrinks the error by this factor has reached consensus, up to rounding."""
+"""A product of rounds that is this close to J is J, up to rounding."""
 
 
 def mixing_parameter(round: Round) -> float:
-    """Return p = 1 − ‖W − J‖₂²: every round shrinks the squared consensus error by 1 − p or more.
+    """Return p = 1 − ‖W − J‖₂²: a round leaves at most 1 − p of the squared consensus error.
 
     >>> from gossamer.topology import ring
     >>> f"{mixing_parameter(ring(16)):.4f}"
@@ -51,8 +51,11 @@ def contraction(schedule: Schedule, steps: int | None = None) -> float:
     """Return ‖W_T … W_1 − J‖₂: what is left of the worst consensus error after T rounds.
 
     T is the period, or ``window(schedule)`` where there is none; ``steps`` asks for another number.
+    What is below 1e-10 may be returned as 0.
     """
-    num_rounds = steps or schedule.period or window(schedule)
+    num_rounds = steps if steps is not None else schedule.period or window(schedule)
+    if num_rounds < 1:
+        raise UserError(f"a contraction is over at least one round, got {num_rounds}; give steps=1")
     return _deviation([schedule.round(step) for step in range(num_rounds)])
 
 
@@ -63,20 +66,22 @@ def mixing_rate(schedule: Schedule) -> float:
 
 
 def window(schedule: Schedule) -> int:
-    """Return how many rounds stand for a schedule: its period, but at most 3·log2 n.
+    """Return how many rounds stand for a schedule: its period, but at most 3 per bit of n.
 
     Enough to mix, and too few for the error of a good topology to drown in rounding.
     """
-    limit = 3 * schedule.num_workers.bit_length()
+    limit = 3 * int(schedule.num_workers).bit_length()
     return min(schedule.period or limit, limit)
 
 
 def rounds_to_consensus(schedule: Schedule) -> int | None:
     """Return after how many rounds, from step 0, every start is at its exact average.
 
-    None means asymptotic: the error shrinks for ever. It is also the answer where the error has
-    not vanished within two periods and 64 rounds.
+    None means asymptotic: the error shrinks for ever. Exact means that one round takes it to the
+    level of rounding. It is looked for within two periods, at least 64 rounds, and while the error
+    is above 1e-9 of its start: what comes later cannot be told from rounding.
     """
+    _check_mean([schedule.round(step) for step in range(window(schedule))])
     state = _random_starts(schedule.num_workers, num_starts=4)
     first = error = _norm_of_deviation(state)
     if error == 0:
@@ -84,15 +89,16 @@ def rounds_to_consensus(schedule: Schedule) -> int | None:
     for step in range(max(64, 2 * (schedule.period or 0))):
         state = _mix(schedule.round(step), state)
         previous, error = error, _norm_of_deviation(state)
-        if error <= _EXACT * previous:
+        if error <= 1e-13 * first and error <= 1e-3 * previous:
             return step + 1
-        if error <= 1e-5 * first:  # below this, rounding could be mistaken for a last exact round
+        if error <= 1e-9 * first:
             return None
     return None
 
 
 def consensus_decay(schedule: Schedule, steps: int) -> FloatArray:
-    """Return E_t / E_0 for t = 1..steps: the expected squared error from a random start.
+    """Return E_t / E_0 for t = 1..steps: the expected squared distance to the mean of the workers,
+    from a random start.
 
     (‖W_t … W_1‖_F² − 1) / (n − 1) for doubly stochastic rounds; above 1100 workers the average
     over 64 seeded random starts in its place.
@@ -124,13 +130,17 @@ def _mix(round: Round, state: FloatArray) -> FloatArray:
     return cast(FloatArray, (weights.toarray() if crowded else weights) @ state)
 
 
-def _deviation(rounds: Sequence[Round]) -> float:
-    """Return ‖W_T … W_1 − J‖₂ of the rounds, first to last."""
+def _check_mean(rounds: Sequence[Round]) -> None:
     if not all(round.conserves_mean for round in rounds):
         raise UserError(
             "mixing speed is defined for doubly stochastic rounds, got one that does not conserve "
             "the mean; use metropolis weights"
         )
+
+
+def _deviation(rounds: Sequence[Round]) -> float:
+    """Return ‖W_T … W_1 − J‖₂ of the rounds, first to last."""
+    _check_mean(rounds)
     num_workers = rounds[0].num_workers
     if num_workers == 1:
         return 0.0

@@ -19,7 +19,9 @@ from gossamer.topology.round import IntArray, Round, Sparse
 class WeightRule(Protocol):
     """A way to weigh the edges of a graph."""
 
-    def __call__(self, adjacency: Sparse, /) -> Round: ...
+    def __call__(self, adjacency: Sparse, /) -> Round:
+        """Return the round on this graph."""
+        ...
 
 
 def uniform(adjacency: Sparse) -> Round:

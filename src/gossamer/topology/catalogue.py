@@ -19,7 +19,7 @@ class Entry(NamedTuple):
     """One row of the catalogue."""
 
     build: Callable[..., Round | Schedule]
-    """From the number of workers and keyword arguments; its docstring's first line describes it."""
+    """From the number of workers and other arguments; its docstring's first line describes it."""
 
     example: str = ""
     """Arguments that tables, pictures and tests use."""
@@ -61,7 +61,7 @@ def parse(text: str, num_workers: int, **defaults: Any) -> Schedule:
         text: a name of the catalogue, with its arguments in brackets where it takes any.
         num_workers: how many workers take part.
         defaults: values for arguments that the text leaves open, such as ``steps_per_epoch`` and
-            ``workers_per_node``; topologies that do not take one ignore it.
+            ``workers_per_node``; a topology that does not take one ignores it.
 
     >>> parse("lattice(k=4)", 16).round(0)
     Round(16 workers, degree 4)
@@ -73,9 +73,7 @@ def parse(text: str, num_workers: int, **defaults: Any) -> Schedule:
             f"unknown topology {name!r}{_nearest(name, CATALOGUE)}; "
             f"choose from {', '.join(CATALOGUE)}"
         )
-    given = _bind(name, entry, positional, named)
-    taken = inspect.signature(entry.build).parameters
-    given = {key: value for key, value in defaults.items() if key in taken} | given
+    given = _fill(entry, defaults) | _bind(name, entry, positional, named)
     _check_complete(name, entry, given)
     built = entry.build(num_workers, **_convert(name, entry, given))
     schedule = static(built) if isinstance(built, Round) else built
@@ -96,12 +94,13 @@ def _read(text: str) -> tuple[str, list[Any], dict[str, Any]]:
             return tree.id, [], {}
         if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name):
             named = {str(k.arg): _literal(k.value) for k in tree.keywords}  # None: **{...}
-            return tree.func.id, [_literal(a) for a in tree.args], named
-    except (SyntaxError, ValueError):
-        pass
+            if len(named) == len(tree.keywords):  # each once
+                return tree.func.id, [_literal(a) for a in tree.args], named
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        pass  # the last two: thousands of brackets or signs
     raise UserError(
-        f"a topology is a name or name(argument=value, ...), got {text!r}; "
-        "for instance ring or lattice(k=4)"
+        f"a topology is a name or name(argument=value, ...), each argument once, got "
+        f"{text[:80]!r}; for instance ring or lattice(k=4)"
     )
 
 
@@ -112,15 +111,32 @@ def _literal(node: ast.expr) -> Any:
     return ast.literal_eval(node)
 
 
+def _fill(entry: Entry, defaults: dict[str, Any]) -> dict[str, Any]:
+    """Return the defaults that this topology takes; refuse those that no topology takes."""
+    for key in defaults:
+        if not any(key in _parameters(other) for other in CATALOGUE.values()):
+            raise UserError(
+                f"a default must be an argument of some topology, got {key!r}; "
+                "steps_per_epoch and workers_per_node are"
+            )
+    return {key: value for key, value in defaults.items() if key in _parameters(entry)}
+
+
+def _parameters(entry: Entry) -> dict[str, inspect.Parameter]:
+    """Return what a topology takes besides the number of workers."""
+    return dict(list(inspect.signature(entry.build).parameters.items())[1:])
+
+
 def _bind(name: str, entry: Entry, positional: list[Any], named: dict[str, Any]) -> dict[str, Any]:
     """Return all arguments by name, after a check that the topology takes them."""
-    accepted = list(inspect.signature(entry.build).parameters)[1:]
+    accepted = list(_parameters(entry))
     takes = f"{name} takes {', '.join(accepted) or 'no arguments'}"
     if len(positional) > len(accepted):
-        raise UserError(f"{takes}, got {len(positional)} arguments without a name")
+        raise UserError(f"{takes}, got {len(positional)} arguments; give fewer, or by name")
     for key in named:
         if key not in accepted:
-            raise UserError(f"{takes}, got {key!r}{_nearest(key, accepted)}")
+            remedy = f"use {example(name)}" if accepted else f"write {name} alone"
+            raise UserError(f"{takes}, got {key!r}{_nearest(key, accepted)}; {remedy}")
     given = dict(zip(accepted, positional, strict=False))
     if twice := given.keys() & named.keys():
         raise UserError(f"{takes}, got {', '.join(sorted(twice))} twice; give it once, by name")
@@ -128,7 +144,7 @@ def _bind(name: str, entry: Entry, positional: list[Any], named: dict[str, Any])
 
 
 def _check_complete(name: str, entry: Entry, given: dict[str, Any]) -> None:
-    parameters = list(inspect.signature(entry.build).parameters.values())[1:]
+    parameters = _parameters(entry).values()
     missing = [p.name for p in parameters if p.default is p.empty and p.name not in given]
     if missing:
         raise UserError(
@@ -145,16 +161,16 @@ def _convert(name: str, entry: Entry, given: dict[str, Any]) -> dict[str, Any]:
 def _to_type(name: str, key: str, value: Any, wanted: Any) -> Any:
     """Return the value as the type its parameter is annotated with; refuse anything lossy."""
     if wanted is weights.WeightRule:
-        if value in _WEIGHT_RULES:
+        if isinstance(value, str) and value in _WEIGHT_RULES:
             return _WEIGHT_RULES[value]
         wanted_text = " or ".join(_WEIGHT_RULES)
     elif wanted is float and isinstance(value, int | float) and not isinstance(value, bool):
         return float(value)
-    elif not isinstance(wanted, type) or type(value) is wanted:
+    elif type(value) is wanted:
         return value
     else:
         wanted_text = {int: "a whole number", float: "a number", bool: "true or false"}[wanted]
-    raise UserError(f"{name} needs {wanted_text} for {key}, got {value!r}")
+    raise UserError(f"{name} needs {wanted_text} for {key}, got {value!r}; see {example(name)}")
 
 
 def _canonical_text(name: str, given: dict[str, Any]) -> str:

@@ -8,7 +8,8 @@ each built from the one before:
 2. simple base graph: n in base k + 1 is Σ_l a_l (k+1)^{p_l}; block l holds a_l (k+1)^{p_l} workers.
    First every block averages internally. Then block 1 is bridged to all later blocks so that each
    of its a_1 parts, and the rest, have the global mean; block 2 to the blocks after it; and so on.
-   A bridged part averages internally while later blocks are being bridged.
+   A bridged part averages internally while later blocks are being bridged. Whoever would rest
+   averages within its part instead: that changes no mean, and in training it mixes.
 3. base graph: n = p·q with p the part of n that factors into numbers <= k + 1. Simple graphs on
    groups of q in parallel, then a hyper-hypercube across them, where that is shorter than 2.
 
@@ -57,15 +58,19 @@ def _simple(workers: IntArray, k: int) -> list[list[_Piece]]:
     if _fewest_factors(len(workers), k + 1) is not None:
         return _hyper_hypercube(workers, k)
     blocks = _digits(workers, k)
-    rounds = _in_parallel([_hyper_hypercube(block.ravel(), k) for block in blocks])
-    # After its bridge, block l is done with the others: each of its parts averages alone. The last
-    # block is uniform already, and a bridge treats all of its workers alike.
+    inside = [_hyper_hypercube(block.ravel(), k) for block in blocks]
+    rounds = _in_parallel([_repeat(cubes, len(inside[0])) for cubes in inside])
+    # Block l takes part in the bridges of the blocks before it, then in its own, and is then done
+    # with the others: its parts average alone. The first block takes longest.
+    num_steps = 1 + len(_hyper_hypercube(blocks[0][0], k))
     tracks: list[list[list[_Piece]]] = []
-    for index, parts in enumerate(blocks[:-1]):
-        later = np.concatenate([b.ravel() for b in blocks[index + 1 :]])
-        wait: list[list[_Piece]] = [[] for _ in range(index)]
+    for index, parts in enumerate(blocks):
+        track: list[list[_Piece]] = [[] for _ in range(index)]
+        if index < len(blocks) - 1:
+            later = np.concatenate([b.ravel() for b in blocks[index + 1 :]])
+            track.append([_bridge(parts, later), *_cliques(parts[:, len(later) :], k)])
         finish = _in_parallel([_hyper_hypercube(part, k) for part in parts])
-        tracks.append([*wait, [_bridge(parts, later)], *finish])
+        tracks.append(track + _repeat(finish, num_steps - len(track)))
     return rounds + _in_parallel(tracks)
 
 
@@ -94,6 +99,22 @@ def _bridge(parts: IntArray, later: IntArray) -> _Piece:
     weights[-1, :-1] = weights[:-1, -1] = share
     weights[-1, -1] = 1 - num_parts * share
     return _Piece(np.column_stack([*parts[:, : len(later)], later]), weights)
+
+
+def _cliques(parts: IntArray, k: int) -> list[_Piece]:
+    """Let workers of the same part average in cliques of k + 1, the last one as large as it is."""
+    whole = parts.shape[1] // (k + 1) * (k + 1)
+    groups = (parts[:, :whole].reshape(-1, k + 1), parts[:, whole:])
+    return [
+        _Piece(members, np.full((size, size), 1 / size))
+        for members in groups
+        if (size := members.shape[1]) > 1 and len(members)
+    ]
+
+
+def _repeat(rounds: list[list[_Piece]], num_steps: int) -> list[list[_Piece]]:
+    """Return the rounds over and over, for that many steps; nothing where there are none."""
+    return [rounds[step % len(rounds)] for step in range(num_steps)] if rounds else []
 
 
 def _digits(workers: IntArray, k: int) -> list[IntArray]:

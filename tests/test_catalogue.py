@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import contextlib
+import inspect
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossamer.errors import UserError
@@ -65,7 +68,10 @@ def test_a_default_is_part_of_the_name() -> None:
         ("one_peer_exponential(pairs=1)", "needs true or false for pairs, got 1"),
         ("ring(weights=heavy)", "ring needs uniform or metropolis for weights, got 'heavy'"),
         ("lattice(4, k=4)", "lattice takes k, weights, got k twice"),
-        ("lattice(4, 5, 6)", "got 3 arguments without a name"),
+        ("lattice(4, 5, 6)", "got 3 arguments; give fewer"),
+        ("lattice(k=4, k=6)", "each argument once"),
+        ("ring(weights=[1])", r"needs uniform or metropolis for weights, got \[1\]"),
+        ("ring(" + "-" * 100_000 + "1)", "a topology is a name or name"),
         ("ring(", "a topology is a name or name"),
         ("", "a topology is a name or name"),
         ("ring; import os", "a topology is a name or name"),
@@ -80,21 +86,38 @@ def test_what_cannot_be_read_explains_itself(text: str, words: str) -> None:
         parse(text, 16)
 
 
-@given(text=st.text(alphabet="ringada(k=4,) .[]{}'\"*+-_0", max_size=25))
+LITERALS = st.sampled_from(
+    ["0", "1", "2", "3", "-1", "1e9", "0.5", "1e400", "-0.0", "nan", "None", "true", "uniform",
+     "'x'", "[1]", "{}", "(1, 2)", "10**9", "1_0"]
+)  # fmt: skip
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> str:
+    """A name of the catalogue with arguments that it takes, or nearly, and values of any kind."""
+    name = draw(st.sampled_from(list(CATALOGUE)))
+    taken = [*inspect.signature(CATALOGUE[name].build).parameters][1:]
+    keys = draw(st.lists(st.sampled_from([*taken, "q"]), max_size=4))
+    return f"{name}({', '.join(f'{key}={draw(LITERALS)}' for key in keys)})"
+
+
+@settings(max_examples=600)
+@given(text=st.one_of(calls(), st.text(alphabet="ringada(k=4,) .[]{}'\"*+-_0", max_size=25)))
 def test_any_text_is_a_schedule_or_a_user_error(text: str) -> None:
-    """Whatever a user types, the answer is a schedule or an explanation."""
-    try:
-        parse(text, 16)
-    except UserError as error:
-        said = str(error)
-    else:
-        said = "got a schedule"
-    assert "got" in said or "unknown topology" in said
+    """Whatever a user types, the answer is a schedule with rounds, or an explanation."""
+    with contextlib.suppress(UserError):
+        assert parse(text, 16).round(0).num_workers == 16
+
+
+def test_a_default_that_no_topology_takes_is_refused() -> None:
+    """A misspelt default would otherwise be ignored without a word."""
+    with pytest.raises(UserError, match="got 'worker_per_node'"):
+        parse("aer", 16, worker_per_node=4)
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_every_entry_has_a_description(name: str) -> None:
-    """The first line of the builder's docstring is what the catalogue says about it."""
+    """The first line of the builder's docstring is what the command line says about it."""
     doc = CATALOGUE[name].build.__doc__
     assert doc
     assert doc.splitlines()[0].endswith(".")
