@@ -125,7 +125,8 @@ def test_rounds_repeat_after_the_period(text: str, data: st.DataObject) -> None:
 def test_numpy_integers_count_workers_too() -> None:
     """Sizes often come out of arrays."""
     for text in ALL_TOPOLOGIES:
-        assert parse(text, np.int64(16)).round(0) == parse(text, 16).round(0)
+        size: Any = np.int64(16)
+        assert parse(text, size).round(0) == parse(text, 16).round(0)
 
 
 @pytest.mark.parametrize("text", ALL_TOPOLOGIES + VARIANTS)

@@ -5,4 +5,22 @@ all-reducing gradients. A communication round is a value (``gossamer.topology.Ro
 everything else reads it.
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gossamer.gossip import Gossip, decentralize
+
 __version__ = "0.1.0.dev0"
+__all__ = ["Gossip", "__version__", "decentralize"]
+
+# Imported when first used: ``gossamer topology`` should not wait for torch.
+_LAZY = {"Gossip": "gossamer.gossip", "decentralize": "gossamer.gossip"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'gossamer' has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)

@@ -151,7 +151,7 @@ def _round_table(round: Round, step: int, most: int = 32) -> Table:
     return table
 
 
-def _listed(items: list[str], most: int = 12) -> str:
+def _listed(items: list[str], most: int = 8) -> str:
     rest = f"  … ({len(items)} in all)" if len(items) > most else ""
     return "  ".join(items[:most]) + rest
 

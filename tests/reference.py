@@ -1,0 +1,86 @@
+"""Decentralized training in its plainest form: a mixing matrix times stacked parameters.
+
+The specification that the distributed run is compared with, step by step and worker by worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer, RMSprop
+
+from gossamer.optim import AccumAdamW
+from gossamer.topology import Schedule
+
+MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+ALL_OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "sgd_nesterov": lambda p: SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3),
+    "adamw": lambda p: AdamW(p, lr=0.01, weight_decay=0.1),
+    "accum_adamw": lambda p: AccumAdamW(p, lr=0.01, weight_decay=0.1, window=3),
+    "rmsprop": lambda p: RMSprop(p, lr=0.005),
+}
+ORDERS = ("awc", "atc")
+
+
+def make_model() -> nn.Module:
+    """A small network with the same parameters everywhere, in double precision."""
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
+    fill_(model)
+    return model
+
+
+@torch.no_grad()
+def fill_(model: nn.Module) -> None:
+    """Draw parameters from a generator of their own: ranks that are threads share torch's."""
+    generator = torch.Generator().manual_seed(7)
+    for parameter in model.parameters():
+        parameter.normal_(0, 0.3, generator=generator)
+
+
+def batch(worker: int, step: int, size: int = 4) -> tuple[Tensor, Tensor]:
+    """Data that depends on nothing but the worker and the step."""
+    generator = torch.Generator().manual_seed(1000 * worker + step)
+    inputs = torch.randn(size, 5, generator=generator, dtype=torch.float64)
+    return inputs, torch.randn(size, 3, generator=generator, dtype=torch.float64)
+
+
+def loss_of(model: nn.Module, worker: int, step: int) -> Tensor:
+    inputs, targets = batch(worker, step)
+    return nn.functional.mse_loss(model(inputs), targets)
+
+
+def train(
+    schedule: Schedule, order: str, make_optimizer: MakeOptimizer, num_steps: int
+) -> list[Tensor]:
+    """Return each worker's parameters, as one vector, after training all workers in turn."""
+    models = [make_model() for _ in range(schedule.num_workers)]
+    optimizers = [make_optimizer(model.parameters()) for model in models]
+    for step in range(num_steps):
+        weights = torch.from_numpy(schedule.round(step).matrix().toarray())
+        for worker, model in enumerate(models):
+            model.zero_grad()
+            loss_of(model, worker, step).backward()
+        if order == "awc":
+            mix_(models, weights)
+        for optimizer in optimizers:
+            optimizer.step()
+        if order == "atc":
+            mix_(models, weights)
+    return [vector_of(model) for model in models]
+
+
+@torch.no_grad()
+def mix_(models: list[nn.Module], weights: Tensor) -> None:
+    """Multiply: x ← W x."""
+    for parameters in zip(*(model.parameters() for model in models), strict=True):
+        mixed = torch.tensordot(weights, torch.stack(parameters), dims=1)
+        for parameter, value in zip(parameters, mixed, strict=True):
+            parameter.copy_(value)
+
+
+def vector_of(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])

@@ -1,0 +1,462 @@
+"""What a user's loop may do, and what the handle promises; ranks are threads."""
+
+from __future__ import annotations
+
+import copy
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim import LBFGS, SGD, AdamW
+
+from gossamer.errors import UserError
+from gossamer.gossip import ExchangeError, decentralize
+from gossamer.topology import parse, ring
+from tests.ranks import run_ranks
+from tests.reference import fill_, loss_of, make_model, vector_of
+
+
+def take_steps(
+    model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, num_steps: int
+) -> None:
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
+
+
+def sgd(model: nn.Module, lr: float = 0.05) -> SGD:
+    return SGD(model.parameters(), lr=lr, momentum=0.9)
+
+
+class WithStatistics(nn.Module):
+    """A network with BatchNorm: buffers of floats that training moves, and an integer one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7), nn.Linear(7, 3)).double()
+        fill_(self)
+
+    def forward(self, inputs: Tensor) -> Tensor:  # noqa: D102
+        return self.layers(inputs)
+
+
+def test_the_model_keeps_its_names_shapes_and_ties() -> None:
+    """state_dict keys, load_state_dict, tied parameters and strides are as before."""
+
+    def body(group: ProcessGroup) -> None:
+        model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4), "c": nn.Conv2d(3, 8, 3)})
+        model["b"].weight = model["a"].weight
+        model["c"].to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
+        before = copy.deepcopy(model.state_dict())
+        strides = {name: p.stride() for name, p in model.named_parameters()}
+        gossip = decentralize(model, sgd(model), "ring", process_group=group)
+        assert list(model.state_dict()) == list(before)
+        assert model["b"].weight is model["a"].weight
+        assert {name: p.stride() for name, p in model.named_parameters()} == strides
+        model.load_state_dict(before)
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, before[name])
+        gossip.close()
+
+    run_ranks(2, body)
+
+
+def test_accumulation_clipping_schedulers_and_groups_work_unchanged() -> None:
+    """The loop with all of them equals the same loop written against the reference's mixing."""
+    rounds = parse("ring", 3)
+
+    def make(model: nn.Module) -> tuple[Any, Any]:
+        layers = list(model.children())
+        groups = [
+            {"params": layers[0].parameters(), "lr": 0.01},
+            {"params": layers[2].parameters(), "lr": 0.03, "weight_decay": 0.1},
+        ]
+        optimizer = AdamW(groups)
+        return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+
+    def gradients(model: nn.Module, optimizer: Any, rank: int, step: int) -> None:
+        optimizer.zero_grad()
+        for micro in range(3):
+            (loss_of(model, rank, 10 * step + micro) / 3).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+    def body(group: ProcessGroup) -> Tensor:
+        model = make_model()
+        optimizer, scheduler = make(model)
+        gossip = decentralize(model, optimizer, "ring", process_group=group, order="atc")
+        for step in range(6):
+            gradients(model, optimizer, group.rank(), step)
+            optimizer.step()
+            scheduler.step()
+        gossip.close()
+        return vector_of(model)
+
+    from tests.reference import mix_
+
+    models = [make_model() for _ in range(3)]
+    made = [make(model) for model in models]
+    for step in range(6):
+        for rank, (model, (optimizer, scheduler)) in enumerate(zip(models, made, strict=True)):
+            gradients(model, optimizer, rank, step)
+            optimizer.step()
+            scheduler.step()
+        mix_(models, torch.from_numpy(rounds.round(step).matrix().toarray()))
+    for result, model in zip(run_ranks(3, body), models, strict=True):
+        torch.testing.assert_close(result, vector_of(model), rtol=0, atol=1e-12)
+
+
+def test_frozen_parameters_stay_and_missing_gradients_do_not_stop_mixing() -> None:
+    """A frozen layer is not sent; a layer without a gradient in this step is mixed all the same."""
+
+    def body(group: ProcessGroup) -> tuple[Tensor, Tensor, int]:
+        model = make_model()
+        layers = list(model.children())
+        layers[0].requires_grad_(False)
+        optimizer = sgd(model)
+        gossip = decentralize(model, optimizer, "complete", process_group=group, order="atc")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(group.rank())
+        optimizer.step()  # no gradient anywhere: nothing moves, everything is mixed
+        sent = gossip.bytes_sent
+        gossip.close()
+        frozen, trained = layers[0].weight, layers[2].weight
+        return frozen.detach().clone(), trained.detach().clone(), sent  # pyright: ignore[reportReturnType, reportCallIssue]
+
+    (frozen0, trained0, sent), (frozen1, trained1, _) = run_ranks(2, body)
+    torch.testing.assert_close(frozen1 - frozen0, torch.ones_like(frozen0))
+    torch.testing.assert_close(trained0, trained1, rtol=0, atol=1e-15)
+    assert sent == 8 * (24 + 8)  # one double per weight and bias of the last layer, aligned
+
+
+def test_mixed_dtypes_travel_in_buckets_of_their_own() -> None:
+    """Half precision beside single: each is mixed in its own dtype."""
+
+    def body(group: ProcessGroup) -> nn.Module:
+        model = nn.ModuleList(
+            [nn.Linear(3, 3).bfloat16(), nn.Linear(3, 3), nn.Linear(3, 3).double()]
+        )
+        gossip = decentralize(model, sgd(model), "complete", process_group=group, order="atc")
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, float(group.rank()))
+        next(iter(gossip._hooks))  # hooks are there
+        gossip._order.after_step(gossip._mixer, gossip.schedule, 0)
+        gossip.close()
+        return model
+
+    for model in run_ranks(3, body):
+        dtypes = [p.dtype for p in model.parameters()][::2]
+        assert dtypes == [torch.bfloat16, torch.float32, torch.float64]
+        for parameter in model.parameters():
+            torch.testing.assert_close(parameter.data, torch.ones_like(parameter.data))
+
+
+def test_autocast_and_a_compiled_model() -> None:
+    """A compiled model under bf16 autocast trains, and its workers come to agree."""
+
+    def body(group: ProcessGroup) -> tuple[float, float]:
+        model = make_model().float()
+        compiled: Any = torch.compile(model, backend="eager")
+        optimizer = sgd(model)
+        gossip = decentralize(model, optimizer, "complete", process_group=group)
+        losses: list[float] = []
+        for _ in range(20):
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(group.rank())
+            inputs = torch.randn(16, 5, generator=generator)
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = compiled(inputs).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        gossip.finalize()
+        return losses[0], losses[-1]
+
+    for first, last in run_ranks(2, body):
+        assert last < first / 2
+
+
+def test_averaged_is_exact_and_restores_every_bit() -> None:
+    """Inside: the mean of all workers, buffers too. After: what was there, also in flight."""
+
+    def body(group: ProcessGroup) -> dict[str, Any]:
+        model = WithStatistics()
+        optimizer = sgd(model)
+        gossip = decentralize(model, optimizer, "ring", process_group=group)
+        take_steps(model, optimizer, group.rank(), 3)
+        before = copy.deepcopy(model.state_dict())
+        with gossip.averaged():
+            during = copy.deepcopy(model.state_dict())
+        after = copy.deepcopy(model.state_dict())
+        take_steps(model, optimizer, group.rank(), 2)
+        gossip.close()
+        return {"before": before, "during": during, "after": after, "end": vector_of(model)}
+
+    def uninterrupted(group: ProcessGroup) -> Tensor:
+        model = WithStatistics()
+        optimizer = sgd(model)
+        gossip = decentralize(model, optimizer, "ring", process_group=group)
+        take_steps(model, optimizer, group.rank(), 3)
+        take_steps(model, optimizer, group.rank(), 2)
+        gossip.close()
+        return vector_of(model)
+
+    results = run_ranks(4, body)
+    for name, tensor in results[0]["during"].items():
+        if tensor.is_floating_point():
+            mean = torch.stack([result["before"][name] for result in results]).mean(0)
+            for result in results:
+                torch.testing.assert_close(result["during"][name], mean, rtol=0, atol=1e-14)
+    for result, end in zip(results, run_ranks(4, uninterrupted), strict=True):
+        for name, tensor in result["before"].items():
+            assert torch.equal(tensor, result["after"][name])
+        assert torch.equal(result["end"], end)
+
+
+def test_an_exception_inside_averaged_restores_too() -> None:
+    """Evaluation that fails leaves the worker as it was."""
+
+    def body(group: ProcessGroup) -> bool:
+        model = make_model()
+        optimizer = sgd(model)
+        gossip = decentralize(model, optimizer, "ring", process_group=group)
+        take_steps(model, optimizer, group.rank(), 2)
+        before = vector_of(model)
+        with pytest.raises(KeyError), gossip.averaged():
+            raise KeyError
+        gossip.close()
+        return torch.equal(before, vector_of(model))
+
+    assert run_ranks(2, body) == [True, True]
+
+
+def test_consensus_distance_equals_its_formula() -> None:
+    """Ξ² = (1/n) Σ ‖x̄ − x_i‖²; the same number on every rank."""
+
+    def body(group: ProcessGroup) -> tuple[float, Tensor]:
+        model = make_model()
+        optimizer = sgd(model)
+        gossip = decentralize(model, optimizer, "ring", process_group=group)
+        take_steps(model, optimizer, group.rank(), 3)
+        distance, vector = gossip.consensus_distance(), vector_of(model)
+        gossip.close()
+        return distance, vector
+
+    results = run_ranks(5, body)
+    stacked = torch.stack([vector for _, vector in results])
+    expected = (stacked - stacked.mean(0)).square().sum(1).mean().sqrt().item()
+    for distance, _ in results:
+        assert distance == pytest.approx(expected, rel=1e-12)
+
+
+def test_finalize_leaves_the_average_and_no_hook() -> None:
+    """Afterwards all models are equal, and the optimizer steps alone."""
+
+    def body(group: ProcessGroup) -> tuple[Tensor, Tensor]:
+        model = make_model()
+        optimizer = sgd(model)
+        gossip = decentralize(model, optimizer, "ring", process_group=group)
+        take_steps(model, optimizer, group.rank(), 4)
+        gossip.finalize()
+        end = vector_of(model)
+        sent = gossip.bytes_sent
+        take_steps(model, optimizer, group.rank(), 1)
+        assert gossip.bytes_sent == sent
+        return end, vector_of(model)
+
+    results = run_ranks(3, body)
+    for end, _ in results:
+        torch.testing.assert_close(end, results[0][0], rtol=0, atol=1e-15)
+    assert not torch.equal(results[0][1], results[1][1])
+
+
+@pytest.mark.parametrize("order", ["awc", "atc"])
+@pytest.mark.parametrize("policy", ["local", "average", "mix"])
+def test_buffers_follow_their_policy(policy: str, order: str) -> None:
+    """Statistics stay local, or are mixed as parameters are; integers are never touched."""
+
+    def body(group: ProcessGroup) -> tuple[Tensor, Tensor, int]:
+        model = WithStatistics()
+        optimizer = sgd(model)
+        gossip = decentralize(
+            model, optimizer, "complete", process_group=group, order=order, buffers=policy
+        )
+        take_steps(model, optimizer, group.rank(), 6)
+        norm: Any = model.layers[1]
+        training = norm.running_mean.clone()
+        with gossip.averaged():
+            evaluating = norm.running_mean.clone()
+        gossip.close()
+        return training, evaluating, int(norm.num_batches_tracked)
+
+    (first, first_eval, steps), (second, second_eval, _) = run_ranks(2, body)
+    assert steps == 6
+    apart = (first - second).norm()
+    if policy == "mix" and order == "atc":
+        assert apart < 1e-12  # the complete graph mixes completely after each step
+    else:
+        assert apart > 1e-3
+    assert ((first_eval - second_eval).norm() < 1e-12) == (policy != "local")
+
+
+def test_a_closure_is_evaluated_at_the_unmixed_parameters() -> None:
+    """optimizer.step(closure) equals backward() and step(), and returns the loss."""
+
+    def train(group: ProcessGroup, with_closure: bool) -> Tensor:
+        model = make_model()
+        optimizer = sgd(model)
+        gossip = decentralize(model, optimizer, "ring", process_group=group)
+        for step in range(4):
+
+            def closure(step: int = step) -> Tensor:
+                optimizer.zero_grad()
+                loss = loss_of(model, group.rank(), step)
+                loss.backward()
+                return loss
+
+            if with_closure:
+                loss: Any = optimizer.step(closure)  # pyright: ignore[reportArgumentType]
+                assert loss.item() > 0
+            else:
+                closure()
+                optimizer.step()
+        gossip.close()
+        return vector_of(model)
+
+    plain = run_ranks(3, lambda group: train(group, with_closure=False))
+    closed = run_ranks(3, lambda group: train(group, with_closure=True))
+    assert all(torch.equal(a, b) for a, b in zip(plain, closed, strict=True))
+
+
+@pytest.mark.parametrize(
+    "text", ["ring", "complete", "aer(workers_per_node=4)", "star", "one_peer_ring"]
+)
+def test_bytes_and_messages_are_those_of_the_rounds(text: str) -> None:
+    """The counters equal what Round says it sends: predictions can be checked against them."""
+    num_steps = 5
+
+    def body(group: ProcessGroup) -> tuple[int, int]:
+        model = nn.Linear(16, 32, bias=False)  # 2048 bytes, divisible by eight
+        optimizer = sgd(model)
+        gossip = decentralize(model, optimizer, text, process_group=group, order="atc")
+        for _ in range(num_steps):
+            optimizer.step()
+        gossip.close()
+        return gossip.bytes_sent, gossip.messages_sent
+
+    schedule = parse(text, 8)
+    rounds = [schedule.round(step) for step in range(num_steps)]
+    for rank, (num_bytes, messages) in enumerate(run_ranks(8, body)):
+        assert num_bytes == 2048 * sum(round.copies_sent[rank] for round in rounds)
+        assert messages == sum(round.messages_sent[rank] for round in rounds)
+
+
+@pytest.mark.parametrize(
+    ("text", "copies"), [("one_peer_exponential", 1), ("torus", 2), ("ring", 2)]
+)
+def test_extra_memory(text: str, copies: int) -> None:
+    """One copy of the parameters for one-peer rounds, at most two for others, in any degree."""
+
+    def body(group: ProcessGroup) -> float:
+        model = nn.Linear(64, 64, bias=False)
+        optimizer = sgd(model)
+        gossip = decentralize(model, optimizer, text, process_group=group)
+        for _ in range(3):
+            optimizer.step()
+        gossip.close()
+        held = [*gossip._mixer._inboxes, *gossip._transport._spare.values()]
+        return sum(tensor.numel() for tensor in held) / 64**2
+
+    assert set(run_ranks(8, body)) == {copies}
+
+
+def test_two_gossips_on_one_group_do_not_meet() -> None:
+    """Two models in one process, each with a gossip of its own, mix as if they were alone."""
+
+    def body(group: ProcessGroup) -> tuple[Tensor, Tensor]:
+        models = [make_model(), make_model()]
+        optimizers = [sgd(model) for model in models]
+        gossips = [
+            decentralize(model, optimizer, "ring", process_group=group)
+            for model, optimizer in zip(models, optimizers, strict=True)
+        ]
+        for step in range(4):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                loss_of(model, group.rank(), step).backward()
+                optimizer.step()
+        for gossip in gossips:
+            gossip.close()
+        return vector_of(models[0]), vector_of(models[1])
+
+    for first, second in run_ranks(4, body):
+        assert torch.equal(first, second)
+
+
+def test_a_peer_that_does_not_come_is_named_in_time() -> None:
+    """A wait ends at the timeout with who waited, for whom and for what."""
+
+    def body(group: ProcessGroup) -> tuple[float, str]:
+        model = make_model()
+        optimizer = sgd(model)
+        limit = timedelta(seconds=1)
+        decentralize(model, optimizer, "ring", process_group=group, timeout=limit)
+        if group.rank() == 2:
+            time.sleep(2)
+            return 0.0, "bucket 0"
+        start = time.monotonic()
+        with pytest.raises(ExchangeError) as caught:
+            take_steps(model, optimizer, group.rank(), 2)
+        return time.monotonic() - start, str(caught.value)
+
+    for waited, message in run_ranks(3, body):
+        assert waited < 2
+        assert "bucket 0" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"topology": "torrus"}, "did you mean 'torus'"),
+        ({"topology": ring(5)}, "on the 1 ranks of the process group, got one on 5"),
+        ({"order": "abc"}, "order must be one of awc, atc, got 'abc'"),
+        ({"buffers": "none"}, "buffers must be one of average, local, mix, got 'none'"),
+        ({"bucket_mb": 0}, "bucket_mb must be above 0, got 0"),
+        ({"timeout": timedelta(0)}, "timeout must be above 0, got 0:00:00"),
+    ],
+)
+def test_bad_arguments_are_refused(options: dict[str, Any], words: str) -> None:
+    """Before anything is sent, with what was required and given."""
+    arguments: dict[str, Any] = {"topology": "ring", **options}
+
+    def body(group: ProcessGroup) -> None:
+        model = make_model()
+        with pytest.raises(UserError, match=words):
+            decentralize(model, sgd(model), process_group=group, **arguments)
+
+    run_ranks(1, body)
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    """Its parameters would never be mixed."""
+
+    def body(group: ProcessGroup) -> None:
+        model, other = make_model(), make_model()
+        with pytest.raises(UserError, match="4 foreign and 4 trainable parameters"):
+            decentralize(model, sgd(other), "ring", process_group=group)
+        with pytest.raises(UserError, match="got LBFGS"):
+            decentralize(model, LBFGS(model.parameters()), "ring", process_group=group)
+
+    run_ranks(1, body)
+
+
+def test_without_a_process_group_the_error_says_how_to_get_one() -> None:
+    """The most common first mistake: no torchrun, no init_process_group."""
+    model = make_model()
+    with pytest.raises(UserError, match=r"init_process_group\(\) under torchrun"):
+        decentralize(model, sgd(model), "ring")

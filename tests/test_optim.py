@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gossamer.errors import UserError
+from gossamer.optim import AccumAdam, AccumAdamW
+
+
+def parameters(num: int = 3) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(4, 3), (5,), (2, 2, 2)][:num]
+    return [nn.Parameter(torch.randn(s, generator=generator, dtype=torch.float64)) for s in shapes]
+
+
+def gradient(parameter: Tensor, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 + step)
+    noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+    return parameter.detach() + noise
+
+
+def run(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: range) -> None:
+    for step in steps:
+        for parameter in params:
+            parameter.grad = gradient(parameter, step)
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [(AccumAdam, torch.optim.Adam), (AccumAdamW, torch.optim.AdamW)]
+)
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+def test_a_window_of_one_is_adam(ours: Any, theirs: Any, weight_decay: float) -> None:
+    """A window of 1 equals torch's Adam and AdamW to rounding error over fifty steps."""
+    settings = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": weight_decay}
+    mine, reference = parameters(), parameters()
+    run(ours(mine, **settings), mine, range(50))
+    run(theirs(reference, **settings), reference, range(50))
+    for a, b in zip(mine, reference, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+def test_defaults_are_those_of_torch() -> None:
+    """Someone who swaps the class name gets the same settings."""
+    for ours, theirs in ((AccumAdam, torch.optim.Adam), (AccumAdamW, torch.optim.AdamW)):
+        mine, reference = ours(parameters()).defaults, theirs(parameters()).defaults
+        for name in ("lr", "betas", "eps", "weight_decay"):
+            assert mine[name] == reference[name]
+
+
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("window", [2, 4, 7])
+def test_the_update_is_the_papers(window: int, decoupled: bool) -> None:
+    """The published recursion, written out for one vector, step by step."""
+    lr, beta1, beta2, eps, decay = 0.02, 0.9, 0.99, 1e-8, 0.05
+    (param,) = parameters(1)
+    x = param.detach().clone()
+    m = v = b = torch.zeros_like(x)
+    kind = AccumAdamW if decoupled else AccumAdam
+    optimizer = kind([param], lr, (beta1, beta2), eps, decay, window=window)
+    for t in range(1, 31):
+        g = gradient(x, t)
+        param.grad = gradient(param, t)
+        optimizer.step()
+
+        k = math.ceil(t / window)
+        if decoupled:
+            x = x * (1 - lr * decay)
+        else:
+            g = g + decay * x
+        m_now = beta1 * m + (1 - beta1) * g
+        v_now = beta2 * v + (1 - beta2) * g**2
+        x = x - lr / (1 - beta1**k) * m_now / (v_now.sqrt() / math.sqrt(1 - beta2**k) + eps)
+        b = b + g / window
+        if t % window == 0:
+            m = beta1 * m + (1 - beta1) * b
+            v = beta2 * v + (1 - beta2) * b**2
+            b = torch.zeros_like(b)
+        torch.testing.assert_close(param.detach(), x, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("stop", [4, 5, 7])
+def test_a_checkpoint_in_the_middle_of_a_window_continues_exactly(stop: int) -> None:
+    """state_dict holds the open window too: the run goes on bit for bit."""
+    whole = parameters()
+    run(AccumAdamW(whole, window=4), whole, range(12))
+
+    first = parameters()
+    optimizer = AccumAdamW(first, window=4)
+    run(optimizer, first, range(stop))
+    saved = copy.deepcopy(optimizer.state_dict())
+    second = [nn.Parameter(p.detach().clone()) for p in first]
+    resumed = AccumAdamW(second, window=4)
+    resumed.load_state_dict(saved)
+    run(resumed, second, range(stop, 12))
+    assert all(torch.equal(a, b) for a, b in zip(whole, second, strict=True))
+
+
+def test_a_parameter_that_misses_a_gradient_counts_its_own_steps() -> None:
+    """Its window and bias correction follow the gradients it got, as if it were alone."""
+    both, alone = parameters(2), parameters(2)
+    optimizer, reference = AccumAdam(both, window=3), AccumAdam(alone[1:], window=3)
+    for step in range(9):
+        both[0].grad = gradient(both[0], step)
+        both[1].grad = gradient(both[1], step) if step % 2 else None
+        optimizer.step()
+        if step % 2:
+            alone[1].grad = gradient(alone[1], step)
+            reference.step()
+    assert torch.equal(both[1], alone[1])
+
+
+def test_groups_have_settings_of_their_own() -> None:
+    """Learning rate and window per parameter group."""
+    params = parameters(2)
+    groups = [{"params": params[:1], "window": 1}, {"params": params[1:], "lr": 0.0}]
+    optimizer = AccumAdam(groups, lr=0.1, window=4)
+    before = params[1].detach().clone()
+    run(optimizer, params, range(3))
+    assert torch.equal(params[1], before)
+    assert [group["window"] for group in optimizer.param_groups] == [1, 4]
+
+
+def test_stacked_workers_are_updated_as_single_ones() -> None:
+    """Elementwise: one [W, N] tensor moves as W tensors of [N] do."""
+    generator = torch.Generator().manual_seed(3)
+    stacked = nn.Parameter(torch.randn(5, 6, generator=generator, dtype=torch.float64))
+    single = [nn.Parameter(row.clone()) for row in stacked.detach()]
+    optimizers = [AccumAdamW([stacked], window=2), AccumAdamW(single, window=2)]
+    for step in range(5):
+        grad = gradient(stacked, step)
+        stacked.grad = grad
+        for parameter, row in zip(single, grad, strict=True):
+            parameter.grad = row.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(stacked.detach(), torch.stack([p.detach() for p in single]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"lr": -1}, "lr must be a number >= 0, got -1"),
+        ({"betas": (0.9, 1.0)}, r"betas must be two numbers in \[0, 1\), got \(0.9, 1.0\)"),
+        ({"eps": -1e-8}, "eps must be"),
+        ({"weight_decay": -0.1}, "weight_decay must be"),
+        ({"window": 0}, "window must be a number of steps >= 1, got 0"),
+    ],
+)
+def test_bad_settings_are_refused(settings: dict[str, Any], words: str) -> None:
+    """At construction, with what was required and given."""
+    with pytest.raises(UserError, match=words):
+        AccumAdam(parameters(), **settings)
