@@ -3,9 +3,10 @@
     python -m benchmarks.topology [--workers 64 --workers 1008 --workers 10000] [--repeats 3]
 
 One JSON line per topology and number of workers, times in milliseconds (median of the repeats).
-``build_ms`` parses the text and builds the first round, ``spectrum_ms`` is the rate per round and
-the rounds to consensus, ``decay_ms`` eight steps of the consensus error. Topologies with a number
-of edges that grows with the square of the workers are left out above 2000.
+``build_ms`` parses the text and builds the first round, ``gap_ms`` is that round's spectral gap,
+``spectrum_ms`` the rate per round and the rounds to consensus, ``decay_ms`` eight steps of the
+consensus error. Topologies that need a power of two get the next one. Those with a number of edges
+that grows with the square of the workers are left out above 2000.
 """
 
 from __future__ import annotations
@@ -20,8 +21,13 @@ import typer
 
 from gossamer.errors import UserError
 from gossamer.topology import CATALOGUE, Schedule, parse
-from gossamer.topology.parse import example
-from gossamer.topology.spectrum import consensus_decay, mixing_rate, rounds_to_consensus
+from gossamer.topology.catalogue import example
+from gossamer.topology.spectrum import (
+    consensus_decay,
+    mixing_rate,
+    rounds_to_consensus,
+    spectral_gap,
+)
 
 DENSE = {"complete", "erdos_renyi"}
 
@@ -38,12 +44,12 @@ def main(
 
 
 def measure(text: str, num_workers: int, repeats: int) -> dict[str, object]:
-    """Return the times of one topology, or why it does not exist on so many workers."""
-    row: dict[str, object] = {"topology": text, "workers": num_workers}
+    """Return the times of one topology, on the next power of two where it needs one."""
     try:
         schedule = parse(text, num_workers)
-    except UserError as error:
-        return row | {"skipped": str(error)}
+    except UserError:
+        num_workers = 1 << num_workers.bit_length()
+        schedule = parse(text, num_workers)
 
     def build() -> None:
         parse(text, num_workers).round(0)
@@ -54,10 +60,13 @@ def measure(text: str, num_workers: int, repeats: int) -> dict[str, object]:
         mixing_rate(fresh)
         rounds_to_consensus(fresh)
 
-    return row | {
+    return {
+        "topology": text,
+        "workers": num_workers,
         "period": schedule.period,
         "edges_per_worker": round(schedule.round(0).matrix().nnz / num_workers - 1, 2),
         "build_ms": median_ms(build, repeats),
+        "gap_ms": median_ms(lambda: spectral_gap(schedule.round(0)), repeats),
         "spectrum_ms": median_ms(spectrum, repeats),
         "decay_ms": median_ms(lambda: consensus_decay(schedule, 8), repeats),
     }
