@@ -66,6 +66,27 @@ def test_the_model_keeps_its_names_shapes_and_ties() -> None:
     run_ranks(2, body)
 
 
+def test_everything_starts_as_on_rank_0() -> None:
+    """Trainable and frozen parameters, buffers of any kind and layout."""
+
+    def body(group: ProcessGroup) -> dict[str, Tensor]:
+        model = WithStatistics()
+        model.layers[0].requires_grad_(False)
+        model.register_buffer("odd", torch.arange(6).reshape(2, 3).t())
+        model.register_buffer("flag", torch.tensor([True, False]))
+        for tensor in (*model.parameters(), *model.buffers()):
+            if group.rank() > 0:
+                tensor.detach().zero_()
+        decentralize(model, sgd(model), "ring", process_group=group).close()
+        return model.state_dict()
+
+    first, *others = run_ranks(3, body)
+    assert first["odd"].tolist() == [[0, 3], [1, 4], [2, 5]]
+    for other in others:
+        for name, tensor in first.items():
+            assert torch.equal(other[name], tensor), name
+
+
 def test_accumulation_clipping_schedulers_and_groups_work_unchanged() -> None:
     """The loop with all of them equals the same loop written against the reference's mixing."""
     rounds = parse("ring", 3)

@@ -82,7 +82,8 @@ def decentralize(
     transport = Transport(group, parameters[0][1].device, timeout=timeout, rounds=rounds)
     buckets = flatten_(parameters, bucket_mb)
     changing = flatten_(statistics, bucket_mb) if mixed else []
-    for tensor in (*(bucket.flat for bucket in buckets), *model.buffers()):
+    frozen = (parameter for parameter in model.parameters() if not parameter.requires_grad)
+    for tensor in (*(bucket.flat for bucket in buckets), *frozen, *model.buffers()):
         transport.broadcast_(tensor)
     return Gossip(
         optimizer,

@@ -140,7 +140,10 @@ class Transport:
 
     def broadcast_(self, tensor: Tensor) -> None:
         """Replace the tensor by rank 0's."""
-        self._wait(self._groups[self._everyone].broadcast([tensor]), "what rank 0 broadcasts")
+        contiguous = tensor.detach().contiguous()
+        work = self._groups[self._everyone].broadcast([contiguous])
+        self._wait(work, "what rank 0 broadcasts")
+        tensor.detach().copy_(contiguous)
 
     def close(self) -> None:
         """End the collecting thread; what is in flight has to be waited for before."""
