@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from gossamer.errors import UserError
+from gossamer.lab.command import lab_command
 from gossamer.picture import first_rounds
 from gossamer.topology import CATALOGUE, Round, Schedule, parse
 from gossamer.topology.catalogue import example
@@ -79,6 +80,9 @@ def demo(
     Example: `gossamer demo --out demo`.
     """
     topology(workers=workers, html=out / "topologies.html")
+
+
+app.command("lab", rich_help_panel="Measure")(lab_command)
 
 
 def _build(name: str | None, workers: int) -> tuple[list[Schedule], dict[str, str]]:

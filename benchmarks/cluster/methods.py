@@ -1,0 +1,129 @@
+"""The methods that are compared: one row of METHODS each.
+
+A setup function takes the model and the workers, and returns the function that does one whole
+training step. It is called in a process of its own with torch.distributed initialised.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post_local_sgd
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+import gossamer
+
+LOCAL = "local"
+"""The method that communicates nothing: its time is the compute in `ratio_to_limit`."""
+
+Step = Callable[[], None]
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Workers:
+    """Who takes part, and what each trains on."""
+
+    rank: int
+    world_size: int
+    batch: Tensor
+
+
+Setup = Callable[[nn.Module, Workers], Step]
+
+
+def _adam(params: Iterable[Tensor]) -> Optimizer:
+    # Fused, because it leaves the processors, which all hosts share, the most room.
+    return torch.optim.Adam(params, lr=1e-4, fused=True)
+
+
+def _training_step(model: nn.Module, optimizer: Optimizer, batch: Tensor) -> Step:
+    def step() -> None:
+        optimizer.zero_grad()
+        model(batch).mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def local(model: nn.Module, workers: Workers) -> Step:
+    """Every worker for itself."""
+    return _training_step(model, _adam(model.parameters()), workers.batch)
+
+
+def ddp(model: nn.Module, workers: Workers) -> Step:
+    """Torch's DistributedDataParallel with its defaults."""
+    wrapped = DistributedDataParallel(model)
+    return _training_step(wrapped, _adam(wrapped.parameters()), workers.batch)
+
+
+def post_local(model: nn.Module, workers: Workers, *, period: int) -> Step:
+    """Torch's PostLocalSGD: local steps, and an all-reduce of the parameters every few."""
+    # Here, because torch warns about itself when this module is imported.
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    wrapped = DistributedDataParallel(model)
+    state = post_local_sgd.PostLocalSGDState(
+        process_group=None,
+        subgroup=None,
+        start_localSGD_iter=1,
+        post_local_gradient_allreduce=False,
+    )
+    wrapped.register_comm_hook(state, post_local_sgd.post_localSGD_hook)
+    averager = PeriodicModelAverager(period=period, warmup_steps=1)
+    optimizer = PostLocalSGDOptimizer(_adam(wrapped.parameters()), averager)
+    return _training_step(wrapped, optimizer, workers.batch)
+
+
+def decent_dp(model: nn.Module, workers: Workers, *, topology: str, node: int = 1) -> Step:
+    """decent-dp's wrapper, which steps its optimizers inside the backward pass."""
+    from decent_dp.ddp import DecentralizedDataParallel  # pyright: ignore[reportMissingImports]
+
+    def optimizer(params: list[tuple[str, Tensor]]) -> Optimizer:
+        return _adam(param for _, param in params)
+
+    wrapped = DecentralizedDataParallel(model, optimizer, topology=topology, _local_world_size=node)
+
+    def step() -> None:
+        wrapped(workers.batch).mean().backward()
+
+    return step
+
+
+def gossip(model: nn.Module, workers: Workers, *, topology: str) -> Step:
+    """Gossamer, overlapped, as one line in an ordinary loop."""
+    optimizer = _adam(model.parameters())
+    gossamer.decentralize(model, optimizer, topology)
+    return _training_step(model, optimizer, workers.batch)
+
+
+METHODS: dict[str, Setup] = {
+    LOCAL: local,
+    "ddp": ddp,
+    "post_local_sgd(h=4)": partial(post_local, period=4),
+    "decent_dp(complete)": partial(decent_dp, topology="complete"),
+    "decent_dp(ring)": partial(decent_dp, topology="ring"),
+    "decent_dp(one-peer-exp)": partial(decent_dp, topology="one-peer-exp"),
+    # Its graph divides by zero for nodes of one worker, so hosts are taken in pairs.
+    "decent_dp(alternating-exp-ring)": partial(decent_dp, topology="alternating-exp-ring", node=2),
+    "gossamer(complete)": partial(gossip, topology="complete"),
+    "gossamer(ring)": partial(gossip, topology="ring"),
+    "gossamer(one_peer_ring)": partial(gossip, topology="one_peer_ring"),
+    "gossamer(one_peer_exponential)": partial(gossip, topology="one_peer_exponential"),
+    "gossamer(aer)": partial(gossip, topology="aer(workers_per_node=2)"),
+}
+
+
+def missing(method: str) -> str:
+    """Return why a method cannot be measured here, or nothing."""
+    if method.startswith("decent_dp") and importlib.util.find_spec("decent_dp") is None:
+        return "decent-dp is not installed; pip install 'gossamer[peers]'"
+    return ""

@@ -1,0 +1,144 @@
+"""A cluster in a box: the hosts of a layout, and commands that run on all of them.
+
+The network belongs to `network.py` and the processes to `processes.py`; this is the order in
+which they are made and removed, and the environment a worker finds.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self, final
+
+from gossamer.lab.layout import Host, Layout
+from gossamer.lab.network import INTERFACE, Network, sent_bytes, set_link
+from gossamer.lab.processes import Job, Launch, Sink
+from gossamer.lab.verify import Measurement, measure
+
+_MASTER_PORT = 29500
+_print_lock = threading.Lock()
+
+
+def print_line(host: str, line: str) -> None:
+    """Print a line of output after the name of the host that it comes from."""
+    with _print_lock:
+        print(f"[{host}] {line}", file=sys.stdout, flush=True)
+
+
+@final
+class Cluster:
+    """Hosts with shaped links, for the length of a `with` block.
+
+    ```python
+    with Cluster(one_switch(4, "300mbit")) as cluster:
+        cluster.run(["python", "train.py"])
+    ```
+
+    Args:
+        layout: the hosts and the rates of their links.
+    """
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self._network = Network(layout)
+        self._open = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._network.make()
+        self._open.callback(self._network.remove)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._open.close()
+
+    @property
+    def id(self) -> str:
+        """What another process names this lab by."""
+        return self._network.id
+
+    def start(
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        sink: Sink = print_line,
+    ) -> Job:
+        """Start a command on every host and return at once.
+
+        Args:
+            command: the program and its arguments.
+            environment: variables for it, beyond those of this process and torchrun's.
+            sink: where its output goes, line by line; printed by default.
+        """
+        launches = [
+            Launch(
+                host.name,
+                self._network.namespace(host.name),
+                {**worker_environment(self.layout, host), **(environment or {})},
+            )
+            for host in self.layout.hosts
+        ]
+        job = Job(command, launches, sink)
+        self._open.callback(job.stop)
+        return job
+
+    def run(
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str] | None = None,
+        sink: Sink = print_line,
+        timeout_s: float = math.inf,
+    ) -> None:
+        """Run a command on every host until it has ended on all; see `Job.wait`."""
+        self.start(command, environment=environment, sink=sink).wait(timeout_s)
+
+    def cut(self, link: str) -> None:
+        """Cut a link, as if its cable were pulled.
+
+        Args:
+            link: a host (`host0`), or in a layout of nodes an uplink (`node0`).
+        """
+        set_link(self.id, link, up=False)
+
+    def restore(self, link: str) -> None:
+        """Restore a link that was cut."""
+        set_link(self.id, link, up=True)
+
+    def sent_bytes(self) -> list[int]:
+        """Return the bytes that each host put on its link so far, frame headers included."""
+        return [sent_bytes(self._network.namespace(host.name)) for host in self.layout.hosts]
+
+    def measure(self, window_s: float = 0.5) -> list[Measurement]:
+        """Measure the rate from each host to the next one."""
+        return measure(self._network, self.layout, window_s)
+
+
+def worker_environment(layout: Layout, host: Host) -> dict[str, str]:
+    """Return the environment of the worker on a host: this process's, and what torchrun sets."""
+    return {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        **os.environ,
+        "RANK": str(host.rank),
+        "WORLD_SIZE": str(len(layout.hosts)),
+        "LOCAL_RANK": str(host.local_rank),
+        "LOCAL_WORLD_SIZE": str(layout.hosts_per_node),
+        "GROUP_RANK": str(host.node),
+        "GROUP_WORLD_SIZE": str(layout.num_nodes),
+        "MASTER_ADDR": layout.hosts[0].address,
+        "MASTER_PORT": str(_MASTER_PORT),
+        "GLOO_SOCKET_IFNAME": INTERFACE,
+        "NCCL_SOCKET_IFNAME": INTERFACE,
+        "TP_SOCKET_IFNAME": INTERFACE,
+    }

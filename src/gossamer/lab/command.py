@@ -1,0 +1,137 @@
+"""The verb `gossamer lab`: parse, make the cluster, run, print.
+
+Signals are handled here and nowhere else in the lab: the first one unwinds the `with` block that
+owns the cluster, and later ones are ignored, because removing what was made must not be cut short.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from types import FrameType
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from gossamer.errors import UserError
+from gossamer.lab.cluster import Cluster
+from gossamer.lab.layout import Layout, format_rate, one_switch, parse_layout
+from gossamer.lab.namespaces import living_labs
+from gossamer.lab.network import set_link
+from gossamer.lab.processes import HostFailed, find_program
+from gossamer.lab.verify import TOLERANCE, Measurement
+
+_console = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def lab_command(
+    command: Annotated[
+        list[str] | None, typer.Argument(help="Program and arguments to run on every host.")
+    ] = None,
+    hosts: Annotated[int, typer.Option(help="Number of hosts, with one worker each.")] = 4,
+    rate: Annotated[
+        str, typer.Option(help="Rate of each host's link, or one per host: 300mbit,1gbit.")
+    ] = "",
+    layout: Annotated[
+        str, typer.Option(help="Nodes of several workers: 2x4:10gbit/1gbit (inside/between).")
+    ] = "",
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Measure the rates before the command, or alone.")
+    ] = False,
+    cut: Annotated[
+        str, typer.Option(help="Cut a link of the lab that is running: host2, node0.")
+    ] = "",
+    restore: Annotated[str, typer.Option(help="Restore a link that was cut.")] = "",
+    lab: Annotated[
+        str, typer.Option(help="Which lab --cut and --restore mean, where several are running.")
+    ] = "",
+) -> None:
+    """Run a command on hosts with slow links, all of them on this machine (Linux, root).
+
+    For example: gossamer lab --hosts 4 --rate 300mbit -- python train.py
+    """
+    if cut or restore:
+        for link, up in ((cut, False), (restore, True)):
+            if link:
+                set_link(_choose(lab), link, up=up)
+        return
+    chosen = _layout(hosts, rate, layout)
+    if command or not verify:
+        find_program(command or [])
+    _unwind_on_signals()
+    with Cluster(chosen) as cluster:
+        _console.print(f"lab {cluster.id}: {describe(chosen)}")
+        if verify:
+            _report(cluster.measure())
+        if command:
+            _run(cluster, command)
+
+
+def describe(layout: Layout) -> str:
+    """Return a layout in one line."""
+    rates = ", ".join(sorted({format_rate(host.rate_bits_s) for host in layout.hosts}))
+    if not layout.uplink_bits_s:
+        return f"{len(layout.hosts)} hosts at {rates}"
+    between = format_rate(layout.uplink_bits_s[0])
+    return f"{layout.num_nodes} nodes of {layout.hosts_per_node} at {rates}, {between} between"
+
+
+def _layout(hosts: int, rate: str, layout: str) -> Layout:
+    if bool(rate) == bool(layout):
+        given = "both" if rate else "neither"
+        raise UserError(
+            f"a lab needs either --rate or --layout, got {given}; "
+            "write for example --hosts 4 --rate 300mbit"
+        )
+    return parse_layout(layout) if layout else one_switch(hosts, rate)
+
+
+def _choose(lab: str) -> str:
+    labs = living_labs()
+    chosen = [name for name in labs if lab in ("", name)]
+    if len(chosen) == 1:
+        return chosen[0]
+    running = ", ".join(labs) or "none"
+    raise UserError(
+        f"one running lab must be meant, got {lab or 'no name'!r} with {running} running; "
+        "name it with --lab"
+    )
+
+
+def _run(cluster: Cluster, command: list[str]) -> None:
+    try:
+        cluster.run(command)
+    except HostFailed as error:
+        sys.stderr.write(f"error: {error}\n")
+        raise typer.Exit(error.code) from None
+
+
+def _report(measurements: list[Measurement]) -> None:
+    table = Table("from", "to", "asked", "measured", "difference")
+    for each in measurements:
+        mark = "" if each.holds else " [bold red]off[/]"
+        asked, measured = format_rate(each.asked_bits_s), format_rate(each.measured_bits_s)
+        table.add_row(each.source, each.target, asked, measured, f"{each.error:+.1%}{mark}")
+    _console.print(table)
+    wrong = [str(each) for each in measurements if not each.holds]
+    if wrong:
+        raise UserError(
+            f"measured rates must be within {TOLERANCE:.0%} of those asked for, "
+            f"got {'; '.join(wrong)}; ask for a lower rate or free the processors"
+        )
+
+
+def _unwind_on_signals() -> None:
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def unwind(number: int, _frame: FrameType | None) -> NoReturn:
+        for each in signals:
+            signal.signal(each, signal.SIG_IGN)
+        raise SystemExit(128 + number)
+
+    for each in signals:
+        # nohup ignores SIGHUP on purpose, and a shell's background job may ignore SIGINT.
+        if signal.getsignal(each) != signal.SIG_IGN:
+            signal.signal(each, unwind)

@@ -1,0 +1,169 @@
+"""Which hosts a lab has and how fast their links are: a value, parsed from what a user writes.
+
+Pure: nothing here touches the kernel. Rates are bits per second on the wire, frame headers
+included, with the decimal units of `tc` (1 mbit = 1,000,000 bit/s).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import final
+
+from gossamer.errors import UserError
+
+MAX_HOSTS = 250
+"""One host per address of a /24."""
+
+_UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+_RATE = re.compile(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", re.IGNORECASE)
+_LAYOUT = re.compile(r"(\d+)x(\d+):([^/]+)/([^/]+)")
+
+
+def parse_rate(text: str) -> int:
+    """Return the bits per second that a rate such as `300mbit` stands for.
+
+    >>> parse_rate("1.5gbit")
+    1500000000
+    """
+    match = _RATE.fullmatch(text.strip())
+    bits_s = round(float(match[1]) * _UNITS[match[2].lower()]) if match else 0
+    if bits_s < 1000:
+        raise UserError(
+            f"a rate must be a positive number and a unit (kbit, mbit, gbit), got {text!r}; "
+            "write for example 300mbit or 1.5gbit"
+        )
+    return bits_s
+
+
+def format_rate(bits_s: float) -> str:
+    """Return a rate in the largest unit that leaves it at least 1.
+
+    >>> format_rate(1_500_000_000), format_rate(300_000_000)
+    ('1.5gbit', '300mbit')
+    """
+    unit = next((unit for unit in ("gbit", "mbit") if bits_s >= _UNITS[unit]), "kbit")
+    return f"{bits_s / _UNITS[unit]:.4g}{unit}"
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """One worker's host: a network namespace with one link."""
+
+    rank: int
+    """Position among all hosts, and the torch rank of the worker that runs on it."""
+
+    node: int
+    """The node it belongs to; without a layout of nodes every host is its own."""
+
+    local_rank: int
+    """Position within its node."""
+
+    rate_bits_s: int
+    """Rate of its link, in each direction."""
+
+    @property
+    def name(self) -> str:
+        """What output is prefixed with, and what `cut` and `restore` take."""
+        return f"host{self.rank}"
+
+    @property
+    def address(self) -> str:
+        """Its address, which exists only inside the lab's namespaces."""
+        return f"10.77.0.{self.rank + 1}"
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Hosts, and the uplinks between their nodes."""
+
+    hosts: tuple[Host, ...]
+    """All hosts in rank order, the same number on every node."""
+
+    uplink_bits_s: tuple[int, ...] = ()
+    """Rate of each node's uplink, shared by its hosts; empty: all hosts on one switch."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.hosts) <= MAX_HOSTS:
+            raise UserError(
+                f"a lab must have 1 to {MAX_HOSTS} hosts, got {len(self.hosts)}; "
+                "change --hosts or --layout"
+            )
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return self.hosts[-1].node + 1
+
+    @property
+    def hosts_per_node(self) -> int:
+        """Number of hosts on each node."""
+        return len(self.hosts) // self.num_nodes
+
+    def link_names(self) -> tuple[str, ...]:
+        """Return the links that can be cut: `host0` ..., and `node0` ... for uplinks."""
+        uplinks = tuple(f"node{node}" for node in range(len(self.uplink_bits_s)))
+        return tuple(host.name for host in self.hosts) + uplinks
+
+    def path_bits_s(self, source: Host, target: Host) -> int:
+        """Return the rate of the slowest link between two hosts."""
+        rates = [source.rate_bits_s, target.rate_bits_s]
+        if self.uplink_bits_s and source.node != target.node:
+            rates += [self.uplink_bits_s[source.node], self.uplink_bits_s[target.node]]
+        return min(rates)
+
+
+def one_switch(num_hosts: int, rates: str) -> Layout:
+    """Return hosts that are each a node of their own, on one switch.
+
+    Args:
+        num_hosts: how many hosts.
+        rates: one rate for all of them, or one per host, separated by commas.
+
+    >>> [host.rate_bits_s for host in one_switch(2, "300mbit,1gbit").hosts]
+    [300000000, 1000000000]
+    """
+    bits_s = [parse_rate(rate) for rate in rates.split(",")]
+    if len(bits_s) == 1:
+        bits_s *= num_hosts
+    if len(bits_s) != num_hosts:
+        raise UserError(
+            f"--rate must be one rate or one per host ({num_hosts}), got {len(bits_s)}; "
+            "write for example --rate 300mbit"
+        )
+    return Layout(
+        hosts=tuple(
+            Host(rank=rank, node=rank, local_rank=0, rate_bits_s=rate)
+            for rank, rate in enumerate(bits_s)
+        )
+    )
+
+
+def parse_layout(text: str) -> Layout:
+    """Return nodes of several workers: fast inside, slow between.
+
+    Args:
+        text: `NODESxWORKERS:INSIDE/BETWEEN`, the rate of each worker's link to its node's
+            switch and that of each node's uplink, which its workers share.
+
+    >>> layout = parse_layout("2x4:10gbit/1gbit")
+    >>> len(layout.hosts), layout.num_nodes, layout.uplink_bits_s
+    (8, 2, (1000000000, 1000000000))
+    """
+    match = _LAYOUT.fullmatch(text.strip())
+    if match is None or int(match[1]) == 0 or int(match[2]) == 0:
+        raise UserError(
+            f"a layout must read NODESxWORKERS:INSIDE/BETWEEN, got {text!r}; "
+            "write for example 2x4:10gbit/1gbit"
+        )
+    num_nodes, per_node = int(match[1]), int(match[2])
+    inside, between = parse_rate(match[3]), parse_rate(match[4])
+    return Layout(
+        hosts=tuple(
+            Host(rank=rank, node=rank // per_node, local_rank=rank % per_node, rate_bits_s=inside)
+            for rank in range(min(num_nodes * per_node, MAX_HOSTS + 1))
+        ),
+        uplink_bits_s=(between,) * num_nodes,
+    )

@@ -1,0 +1,161 @@
+"""What a lab makes in the kernel: hosts, links and shapers; made, cut, counted and removed.
+
+Everything lives in namespaces of its own (one per host, one for the switch), so no interface,
+address or route of the machine changes, and removing the namespaces removes all of it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar, cast, final
+
+from gossamer.errors import UserError
+from gossamer.lab import namespaces
+from gossamer.lab.iproute import check_machine, configure, run
+from gossamer.lab.layout import Host, Layout
+
+INTERFACE = "eth0"
+"""The one link of every host, as seen from inside."""
+
+_BURST_S = 3e-3
+"""What a link may send at once after a pause, in time; covers a timer that fires late."""
+
+_MIN_BURST_BYTES = 16 * 1024
+_QUEUE_S = 50e-3
+"""What a link holds before it drops, in time; lets several hosts send to one."""
+
+_MIN_QUEUE_BYTES = 256 * 1024
+_MAX_SEGMENT_BYTES = 64 * 1024
+_CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+_LINK = re.compile(r"(host|node)\d+")
+T = TypeVar("T")
+
+
+@final
+class Network:
+    """The namespaces and links of one lab, from `make` to `remove`."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self.id = namespaces.new_lab()
+
+    def namespace(self, name: str) -> str:
+        """Return the namespace of a host, or of the switch."""
+        return f"{self.id}.{name}"
+
+    def make(self) -> None:
+        """Make everything, after removing what dead labs left; on failure, remove it again."""
+        check_machine()
+        namespaces.sweep()
+        try:
+            self._make_switch()
+            for host in self._layout.hosts:
+                self._make_host(host)
+        except BaseException:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """End every process in the namespaces and remove them."""
+        namespaces.remove(self.id)
+
+    def _make_switch(self) -> None:
+        switch = self.namespace("switch")
+        run("ip", "netns", "add", switch)
+        configure("ip", switch, _bridge("core"), needs="bridge")
+        for node, bits_s in enumerate(self._layout.uplink_bits_s):
+            up, down = f"node{node}", f"up{node}"
+            uplink = [
+                *_bridge(f"inside{node}"),
+                f"link add {up} type veth peer name {down}",
+                f"link set {up} master core addrgenmode none up",
+                f"link set {down} master inside{node} addrgenmode none up",
+            ]
+            configure("ip", switch, uplink, needs="veth")
+            _shape(switch, up, bits_s)
+            _shape(switch, down, bits_s)
+
+    def _make_host(self, host: Host) -> None:
+        switch, namespace = self.namespace("switch"), self.namespace(host.name)
+        bridge = f"inside{host.node}" if self._layout.uplink_bits_s else "core"
+        run("ip", "netns", "add", namespace)
+        self._write_hosts_file(namespaces.FILES / namespace)
+        port = [
+            f"link add {host.name} type veth peer name {INTERFACE} netns {namespace}",
+            f"link set {host.name} master {bridge} addrgenmode none up",
+        ]
+        inside = [
+            "link set lo up",
+            f"link set {INTERFACE} addrgenmode none up",
+            f"addr add {host.address}/24 dev {INTERFACE}",
+        ]
+        configure("ip", switch, port, needs="veth")
+        configure("ip", namespace, inside)
+        # Every kernel has it, so that figures do not depend on the machine's own choice.
+        self.run_inside(host.name, lambda: _CONGESTION_CONTROL.write_text("reno"))
+        # A shaper acts on what leaves an interface, so each direction has its own.
+        _shape(namespace, INTERFACE, host.rate_bits_s)
+        _shape(switch, host.name, host.rate_bits_s)
+
+    def _write_hosts_file(self, folder: Path) -> None:
+        # Names for the addresses, or each connection waits for a name server that is not there.
+        # Both forms of an address, because a socket that takes IPv6 reports the second.
+        lines = [f"{host.address} {host.name}" for host in self._layout.hosts]
+        lines += [f"::ffff:{line}" for line in lines]
+        try:
+            folder.mkdir(parents=True)
+            (folder / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
+        except OSError as error:
+            raise UserError(
+                f"a lab must be able to write {folder}, got: {error}; mount /etc writable"
+            ) from error
+
+    def run_inside(self, host: str, function: Callable[[], T]) -> T:
+        """Call a function from within a host; the sockets that it makes stay in there."""
+        return namespaces.run_inside(self.namespace(host), function)
+
+
+def sent_bytes(namespace: str = "") -> int:
+    """Return the bytes that a host put on its link so far, frame headers included.
+
+    Args:
+        namespace: the host's namespace; by default the one this process runs in.
+    """
+    # The shaper's counter, because the interface's own counts one header per 64 KB segment.
+    where = ["-n", namespace] if namespace else []
+    shapers = json.loads(run("tc", *where, "-s", "-j", "qdisc", "show", "dev", INTERFACE))
+    return cast("list[dict[str, int]]", shapers)[0]["bytes"]
+
+
+def set_link(lab: str, name: str, *, up: bool) -> None:
+    """Cut a link of a running lab, as if its cable were pulled, or restore it.
+
+    Args:
+        lab: the lab's id.
+        name: a host (`host0`), or an uplink (`node0`).
+        up: whether it is restored or cut.
+    """
+    switch = f"{lab}.switch"
+    devices = cast("list[dict[str, str]]", json.loads(run("ip", "-n", switch, "-j", "link")))
+    links = [device["ifname"] for device in devices if _LINK.fullmatch(device["ifname"])]
+    if name not in links:
+        raise UserError(f"a link must be one of {', '.join(links)}, got {name!r}")
+    configure("ip", switch, [f"link set {name} {'up' if up else 'down'}"])
+
+
+def _bridge(name: str) -> list[str]:
+    return [f"link add {name} type bridge", f"link set {name} addrgenmode none up"]
+
+
+def _shape(namespace: str, device: str, bits_s: int) -> None:
+    bytes_s = bits_s / 8
+    burst = max(_MIN_BURST_BYTES, int(bytes_s * _BURST_S))
+    limit = max(_MIN_QUEUE_BYTES, int(bytes_s * _QUEUE_S))
+    tbf = f"qdisc add dev {device} root tbf rate {bits_s} burst {burst} limit {limit}"
+    configure("tc", namespace, [tbf], needs="tbf")
+    # A segment larger than the burst would be cut into frames by the shaper, on our processors.
+    segment = min(_MAX_SEGMENT_BYTES, burst * 3 // 4)
+    configure("ip", namespace, [f"link set {device} gso_max_size {segment}"])

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from benchmarks.cluster.report import rows, table
+from gossamer.errors import UserError
+from gossamer.lab import Cluster, one_switch
+
+
+def sample(method: str, round_: int, rank: int, ms: float, sent: float = 0.0) -> dict[str, Any]:
+    return {
+        "method": method,
+        "round": round_,
+        "rank": rank,
+        "ms_per_step": ms,
+        "bytes_per_step": sent,
+        "cpu": 0.95 if method == "busy" else 0.2,
+        "cpu_own": 0.05,
+        "peak_mb": 100.0 + rank,
+    }
+
+
+def test_a_row_is_the_median_of_the_slowest_hosts() -> None:
+    """A round takes as long as its slowest host, and a method the median of its rounds."""
+    samples = [
+        sample("local", round_, rank, 10.0 * round_ + rank)
+        for round_ in range(3)
+        for rank in (0, 1)
+    ]
+    (row,) = rows(samples, "1gbit", 10**9)
+    assert (row.ms_per_step, row.ms_lowest, row.ms_highest) == (11.0, 1.0, 21.0)
+    assert (row.peak_mb, row.rounds, row.ratio_to_limit) == (101.0, 3, 1.0)
+    assert row.cpu_own == pytest.approx(0.1)
+
+
+def test_the_limit_is_compute_or_the_wire() -> None:
+    """The ratio divides by local compute or by bytes over rate, whichever is longer."""
+    samples = [
+        sample("local", 0, 0, 100.0),
+        sample("hidden", 0, 0, 110.0, sent=1e6),
+        sample("exposed", 0, 0, 440.0, sent=25e6),
+    ]
+    ratios = {row.method: row.ratio_to_limit for row in rows(samples, "1gbit", 10**9)}
+    assert ratios == pytest.approx({"local": 1.0, "hidden": 1.1, "exposed": 2.2})
+
+
+def test_failures_and_saturated_rows_are_marked() -> None:
+    """A method that failed has a row that says so, and a busy machine leaves a star."""
+    samples = [
+        sample("busy", 0, 0, 5.0),
+        {"method": "broken", "round": 0, "rank": 0, "error": "ValueError: no"},
+    ]
+    busy, broken = rows(samples, "1gbit", 10**9)
+    assert busy.saturated
+    assert (broken.rounds, broken.error) == (0, "ValueError: no")
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(table([busy, broken]))
+    shown = console.export_text()
+    assert "5*" in shown
+    assert "failed" in shown
+
+
+def test_the_benchmark_measures_and_survives_a_failing_method(tmp_path: Path) -> None:
+    """On three hosts the ring of decent-dp fails, is reported, and the others are measured."""
+    pytest.importorskip("decent_dp", reason="decent-dp, a peer, is not installed")
+    try:
+        with Cluster(one_switch(1, "1gbit")):
+            pass
+    except UserError as error:
+        pytest.skip(str(error))
+    file = tmp_path / "lines.jsonl"
+    options = ["--hosts", "3", "--rate", "1gbit", "--compute-ms", "6", "--params", "1e5"]
+    methods = ["local", "decent_dp(ring)", "ddp"]
+    subprocess.run(
+        [sys.executable, "-m", "benchmarks.cluster", *options, "--steps", "4", "--rounds", "1"]
+        + ["--json", str(file)]
+        + [part for method in methods for part in ("--method", method)],
+        check=True,
+        timeout=50,
+        capture_output=True,
+    )
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    found = {line["method"]: line for line in lines if line["kind"] == "row"}
+    assert list(found) == methods
+    assert lines[0]["kind"] == "run"
+    assert found["decent_dp(ring)"]["error"].startswith("ValueError")
+    assert 6.0 < found["local"]["ms_per_step"] < found["ddp"]["ms_per_step"]
+    # A ring all-reduce on three hosts sends 4/3 of the gradients, in frames.
+    assert found["ddp"]["bytes_per_step"] == pytest.approx(1e5 * 4 * 4 / 3 * 1.05, rel=0.1)
