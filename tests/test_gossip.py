@@ -7,6 +7,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -15,9 +16,10 @@ from torch.optim import LBFGS, SGD, AdamW
 
 from gossamer.errors import UserError
 from gossamer.gossip import ExchangeError, decentralize
-from gossamer.topology import parse, ring
+from gossamer.topology import from_matrix, parse, ring, static
+from tests import reference
 from tests.ranks import run_ranks
-from tests.reference import fill_, loss_of, make_model, vector_of
+from tests.reference import fill_, loss_of, make_model, mix_, vector_of
 
 
 def take_steps(
@@ -116,8 +118,6 @@ def test_accumulation_clipping_schedulers_and_groups_work_unchanged() -> None:
             scheduler.step()
         gossip.close()
         return vector_of(model)
-
-    from tests.reference import mix_
 
     models = [make_model() for _ in range(3)]
     made = [make(model) for model in models]
@@ -325,6 +325,25 @@ def test_buffers_follow_their_policy(policy: str, order: str) -> None:
     assert ((first_eval - second_eval).norm() < 1e-12) == (policy != "local")
 
 
+def test_gossip_can_be_repeated_within_a_step() -> None:
+    """Mixing three times with a ring is mixing once with the cube of its matrix."""
+
+    def body(group: ProcessGroup) -> Tensor:
+        model = make_model()
+        optimizer = sgd(model)
+        gossip = decentralize(
+            model, optimizer, "ring", process_group=group, order="atc", gossip_steps=3
+        )
+        take_steps(model, optimizer, group.rank(), 4)
+        gossip.close()
+        return vector_of(model)
+
+    cubed = from_matrix(np.linalg.matrix_power(ring(5).matrix().toarray(), 3))
+    expected = reference.train(static(cubed), "atc", lambda p: SGD(p, lr=0.05, momentum=0.9), 4)
+    for result, vector in zip(run_ranks(5, body), expected, strict=True):
+        torch.testing.assert_close(result, vector, rtol=0, atol=1e-13)
+
+
 def test_a_closure_is_evaluated_at_the_unmixed_parameters() -> None:
     """optimizer.step(closure) equals backward() and step(), and returns the loss."""
 
@@ -446,6 +465,8 @@ def test_a_peer_that_does_not_come_is_named_in_time() -> None:
         ({"topology": "torrus"}, "did you mean 'torus'"),
         ({"topology": ring(5)}, "on the 1 ranks of the process group, got one on 5"),
         ({"order": "abc"}, "order must be one of awc, atc, got 'abc'"),
+        ({"gossip_steps": 2}, "awc mixes once per step, .* got gossip_steps=2; use order='atc'"),
+        ({"order": "atc", "gossip_steps": 0}, "gossip_steps must be above 0, got 0"),
         ({"buffers": "none"}, "buffers must be one of average, local, mix, got 'none'"),
         ({"bucket_mb": 0}, "bucket_mb must be above 0, got 0"),
         ({"timeout": timedelta(0)}, "timeout must be above 0, got 0:00:00"),

@@ -4,7 +4,7 @@ The user's loop stays as it is. Around ``optimizer.step()``, at step t:
 
     awc (adapt while combine)              atc (adapt then combine)
     1. finish the exchange of x_t, mix     1. optimizer step
-    2. optimizer step                      2. exchange and mix
+    2. optimizer step                      2. exchange and mix, as often as asked
     3. start the exchange of x_{t+1}
 
     x_{t+1} = Opt(W_t x_t; g(x_t))         x_{t+1} = W_t Opt(x_t; g(x_t))
@@ -36,13 +36,14 @@ _MOST_ROUNDS_WITH_GROUPS = 64
 """Schedules with a longer period average in groups by messages: a process group costs sockets."""
 
 
-def decentralize(
+def decentralize(  # noqa: PLR0913 - one keyword per option
     model: nn.Module,
     optimizer: Optimizer,
     topology: str | Round | Schedule = "one_peer_exponential",
     *,
     process_group: ProcessGroup | None = None,
     order: str = "awc",
+    gossip_steps: int = 1,
     buffers: str = "average",
     bucket_mb: float = 25.0,
     timeout: timedelta = timedelta(minutes=5),
@@ -59,6 +60,7 @@ def decentralize(
         process_group: the ranks that take part; by default all.
         order: ``"awc"`` hides the exchange behind the next step's computation; ``"atc"`` mixes
             after the update and waits for it.
+        gossip_steps: how often ``"atc"`` mixes per step, each time with the step's round.
         buffers: floating-point buffers, such as BatchNorm's statistics, are ``"average"``: local,
             and averaged by ``averaged()`` and ``finalize()``; ``"local"``: never touched; or
             ``"mix"``: mixed at every step, as parameters are.
@@ -72,7 +74,7 @@ def decentralize(
     schedule = _to_schedule(topology, group.size())
     parameters = _trainable(model, optimizer)
     statistics = [(name, b) for name, b in model.named_buffers() if b.is_floating_point()]
-    chosen_order = _choose(_ORDERS, order, "order")
+    chosen_order: _Order = _choose(_ORDERS, order, "order")(gossip_steps)
     averaged, mixed = _choose(_BUFFERS, buffers, "buffers")
     _check_positive("bucket_mb", bucket_mb, bucket_mb > 0)
     _check_positive("timeout", timeout, timeout > timedelta(0))
@@ -106,6 +108,13 @@ class _Order(Protocol):
 
 @final
 class _AdaptWhileCombine:
+    def __init__(self, gossip_steps: int) -> None:
+        if gossip_steps != 1:
+            raise UserError(
+                f"awc mixes once per step, while the gradient is computed, got gossip_steps="
+                f"{gossip_steps}; use order='atc', or a denser topology"
+            )
+
     def before_step(self, mixer: Mixer) -> None:
         if mixer.in_flight:
             mixer.finish()
@@ -116,15 +125,23 @@ class _AdaptWhileCombine:
 
 @final
 class _AdaptThenCombine:
+    def __init__(self, gossip_steps: int) -> None:
+        _check_positive("gossip_steps", gossip_steps, gossip_steps > 0)
+        self._gossip_steps = gossip_steps
+
     def before_step(self, mixer: Mixer) -> None:
         pass
 
     def after_step(self, mixer: Mixer, schedule: Schedule, step: int) -> None:
-        mixer.start(schedule.round(step))
-        mixer.finish()
+        for _ in range(self._gossip_steps):
+            mixer.start(schedule.round(step))
+            mixer.finish()
 
 
-_ORDERS: dict[str, _Order] = {"awc": _AdaptWhileCombine(), "atc": _AdaptThenCombine()}
+_ORDERS: dict[str, Callable[[int], _Order]] = {
+    "awc": _AdaptWhileCombine,
+    "atc": _AdaptThenCombine,
+}
 
 _BUFFERS: dict[str, tuple[bool, bool]] = {
     # averaged at evaluation, mixed at every step
