@@ -28,6 +28,7 @@ class ProcessPool:
         rendezvous = f"file://{folder / 'rendezvous'}"
         self._pipes: list[Any] = []
         self._processes: list[Any] = []
+        self._broken = False
         for rank in range(size):
             ours, theirs = context.Pipe()
             arguments = (rank, size, rendezvous, theirs)
@@ -42,9 +43,13 @@ class ProcessPool:
 
         The function must be at the top of a module.
         """
+        assert not self._broken, "a rank failed in an earlier test; the pool cannot go on"
         for pipe in self._pipes:
             pipe.send((function, args))
-        return self._collect(_CALL_TIMEOUT_S)
+        self._broken = True  # until all have answered
+        results = self._collect(_CALL_TIMEOUT_S)
+        self._broken = False
+        return results
 
     def close(self) -> None:
         """End all processes."""

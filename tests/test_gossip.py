@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import re
 import time
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -56,14 +59,20 @@ def test_the_model_keeps_its_names_shapes_and_ties() -> None:
         model["c"].to(memory_format=torch.channels_last)  # pyright: ignore[reportCallIssue]
         before = copy.deepcopy(model.state_dict())
         strides = {name: p.stride() for name, p in model.named_parameters()}
-        gossip = decentralize(model, sgd(model), "ring", process_group=group)
+        optimizer = sgd(model)
+        gossip = decentralize(model, optimizer, "ring", process_group=group, order="atc")
         assert list(model.state_dict()) == list(before)
         assert model["b"].weight is model["a"].weight
         assert {name: p.stride() for name, p in model.named_parameters()} == strides
-        model.load_state_dict(before)
-        for name, tensor in model.state_dict().items():
-            assert torch.equal(tensor, before[name])
+        loaded = {name: torch.full_like(tensor, group.rank()) for name, tensor in before.items()}
+        gossip._mixer.wait()
+        model.load_state_dict(loaded)
+        optimizer.step()
+        for tensor in model.state_dict().values():  # what was loaded is what is mixed
+            torch.testing.assert_close(tensor, torch.full_like(tensor, 0.5))
         gossip.close()
+        assert {name: p.stride() for name, p in model.named_parameters()} == strides
+        assert model["b"].weight is model["a"].weight
 
     run_ranks(2, body)
 
@@ -162,11 +171,11 @@ def test_mixed_dtypes_travel_in_buckets_of_their_own() -> None:
         model = nn.ModuleList(
             [nn.Linear(3, 3).bfloat16(), nn.Linear(3, 3), nn.Linear(3, 3).double()]
         )
-        gossip = decentralize(model, sgd(model), "complete", process_group=group, order="atc")
+        optimizer = sgd(model)
+        gossip = decentralize(model, optimizer, "complete", process_group=group, order="atc")
         for parameter in model.parameters():
             nn.init.constant_(parameter, float(group.rank()))
-        next(iter(gossip._hooks))  # hooks are there
-        gossip._order.after_step(gossip._mixer, gossip.schedule, 0)
+        optimizer.step()
         gossip.close()
         return model
 
@@ -180,13 +189,13 @@ def test_mixed_dtypes_travel_in_buckets_of_their_own() -> None:
 def test_autocast_and_a_compiled_model() -> None:
     """A compiled model under bf16 autocast trains, and its workers come to agree."""
 
-    def body(group: ProcessGroup) -> tuple[float, float]:
+    def body(group: ProcessGroup) -> tuple[float, float, Tensor]:
         model = make_model().float()
         compiled: Any = torch.compile(model, backend="eager")
         optimizer = sgd(model)
         gossip = decentralize(model, optimizer, "complete", process_group=group)
         losses: list[float] = []
-        for _ in range(20):
+        for _ in range(30):
             optimizer.zero_grad()
             generator = torch.Generator().manual_seed(group.rank())
             inputs = torch.randn(16, 5, generator=generator)
@@ -196,10 +205,11 @@ def test_autocast_and_a_compiled_model() -> None:
             optimizer.step()
             losses.append(loss.item())
         gossip.finalize()
-        return losses[0], losses[-1]
+        return losses[0], losses[-1], vector_of(model)
 
-    for first, last in run_ranks(2, body):
-        assert last < first / 2
+    (first, last, vector), (_, _, other) = run_ranks(2, body)
+    assert last < first / 2
+    assert torch.equal(vector, other)
 
 
 def test_averaged_is_exact_and_restores_every_bit() -> None:
@@ -315,7 +325,7 @@ def test_buffers_follow_their_policy(policy: str, order: str) -> None:
         gossip.close()
         return training, evaluating, int(norm.num_batches_tracked)
 
-    (first, first_eval, steps), (second, second_eval, _) = run_ranks(2, body)
+    (first, first_eval, steps), (second, second_eval, _), _ = run_ranks(3, body)
     assert steps == 6
     apart = (first - second).norm()
     if policy == "mix" and order == "atc":
@@ -342,6 +352,56 @@ def test_gossip_can_be_repeated_within_a_step() -> None:
     expected = reference.train(static(cubed), "atc", lambda p: SGD(p, lr=0.05, momentum=0.9), 4)
     for result, vector in zip(run_ranks(5, body), expected, strict=True):
         torch.testing.assert_close(result, vector, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("topology", ["complete", "ring"])
+def test_mixed_statistics_go_on_moving(topology: str) -> None:
+    """Under awc the statistics of a forward pass are kept, in all-reduced rounds as in others.
+
+    A worker keeps its weight on its current statistics: w_ii b_i + Σ_j w_ij (b_j as sent).
+    """
+
+    def body(group: ProcessGroup) -> list[tuple[Tensor, Tensor]]:
+        model = WithStatistics()
+        optimizer = sgd(model)
+        gossip = decentralize(
+            model, optimizer, topology, process_group=group, buffers="mix", bucket_mb=1e-4
+        )
+        norm: Any = model.layers[1]
+        seen: list[tuple[Tensor, Tensor]] = []
+        for step in range(4):
+            sent = norm.running_var.clone()
+            optimizer.zero_grad()
+            loss_of(model, group.rank(), step).backward()
+            seen.append((sent, norm.running_var.clone()))
+            optimizer.step()
+        seen.append((norm.running_var.clone(), norm.running_var.clone()))
+        gossip.close()
+        return seen
+
+    results = run_ranks(5, body)
+    weights = torch.from_numpy(parse(topology, 5).round(0).matrix().toarray())
+    for step in range(1, 4):
+        sent = torch.stack([result[step][0] for result in results])
+        moved = torch.stack([result[step][1] for result in results])
+        mixed = torch.stack([result[step + 1][0] for result in results])
+        expected = weights @ sent + torch.diag(weights)[:, None] * (moved - sent)
+        torch.testing.assert_close(mixed, expected, rtol=0, atol=1e-13)
+
+
+def test_only_statistics_are_averaged() -> None:
+    """A mask of −inf, or any other buffer of the user's, is not touched after the start."""
+
+    def body(group: ProcessGroup) -> Tensor:
+        model = WithStatistics()
+        model.register_buffer("mask", torch.tensor([0.0, float("-inf")]))
+        optimizer = sgd(model)
+        gossip = decentralize(model, optimizer, "ring", process_group=group, buffers="mix")
+        take_steps(model, optimizer, group.rank(), 3)
+        gossip.finalize()
+        return model.state_dict()["mask"]
+
+    assert all(mask.tolist() == [0.0, float("-inf")] for mask in run_ranks(4, body))
 
 
 def test_a_closure_is_evaluated_at_the_unmixed_parameters() -> None:
@@ -408,9 +468,13 @@ def test_extra_memory(text: str, copies: int) -> None:
         gossip = decentralize(model, optimizer, text, process_group=group)
         for _ in range(3):
             optimizer.step()
-        gossip.close()
+        gossip._mixer.wait()
         held = [*gossip._mixer._inboxes, *gossip._transport._spare.values()]
-        return sum(tensor.numel() for tensor in held) / 64**2
+        copies = sum(tensor.numel() for tensor in held) / 64**2
+        gossip.close()
+        assert not gossip._mixer._inboxes
+        assert not gossip._transport._spare
+        return copies
 
     assert set(run_ranks(8, body)) == {copies}
 
@@ -426,16 +490,29 @@ def test_two_gossips_on_one_group_do_not_meet() -> None:
             for model, optimizer in zip(models, optimizers, strict=True)
         ]
         for step in range(4):
-            for model, optimizer in zip(models, optimizers, strict=True):
+            for shift, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
                 optimizer.zero_grad()
-                loss_of(model, group.rank(), step).backward()
+                loss_of(model, group.rank(), step + 100 * shift).backward()
                 optimizer.step()
         for gossip in gossips:
             gossip.close()
         return vector_of(models[0]), vector_of(models[1])
 
-    for first, second in run_ranks(4, body):
-        assert torch.equal(first, second)
+    def alone(group: ProcessGroup, shift: int) -> Tensor:
+        model = make_model()
+        optimizer = sgd(model)
+        gossip = decentralize(model, optimizer, "ring", process_group=group)
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(model, group.rank(), step + 100 * shift).backward()
+            optimizer.step()
+        gossip.close()
+        return vector_of(model)
+
+    together = run_ranks(4, body)
+    for shift in (0, 1):
+        for pair, vector in zip(together, run_ranks(4, partial(alone, shift=shift)), strict=True):
+            assert torch.equal(pair[shift], vector)
 
 
 def test_a_peer_that_does_not_come_is_named_in_time() -> None:
@@ -445,18 +522,26 @@ def test_a_peer_that_does_not_come_is_named_in_time() -> None:
         model = make_model()
         optimizer = sgd(model)
         limit = timedelta(seconds=1)
-        decentralize(model, optimizer, "ring", process_group=group, timeout=limit)
+        gossip = decentralize(model, optimizer, "exponential", process_group=group, timeout=limit)
         if group.rank() == 2:
             time.sleep(2)
-            return 0.0, "bucket 0"
+            gossip.close()
+            return 0.0, ""
         start = time.monotonic()
         with pytest.raises(ExchangeError) as caught:
             take_steps(model, optimizer, group.rank(), 2)
-        return time.monotonic() - start, str(caught.value)
+        waited = time.monotonic() - start
+        before = vector_of(model)
+        for call in (optimizer.step, gossip.consensus_distance, gossip.close):
+            with pytest.raises(ExchangeError):  # for ever: what has arrived is not to be used
+                call()
+        assert torch.equal(before, vector_of(model))
+        assert not optimizer._optimizer_step_pre_hooks
+        return waited, str(caught.value)
 
-    for waited, message in run_ranks(3, body):
+    for rank, (waited, message) in enumerate(run_ranks(5, body)):
         assert waited < 2
-        assert "bucket 0" in message
+        assert rank == 2 or re.search(rf"rank {rank} waited for (bucket 0 from )?rank \d", message)
 
 
 @pytest.mark.parametrize(
@@ -480,6 +565,115 @@ def test_bad_arguments_are_refused(options: dict[str, Any], words: str) -> None:
         model = make_model()
         with pytest.raises(UserError, match=words):
             decentralize(model, sgd(model), process_group=group, **arguments)
+
+    run_ranks(1, body)
+
+
+def test_sixteen_bit_workers_average_exactly() -> None:
+    """Equal bf16 workers have distance 0 and an average equal to each of them."""
+
+    def body(group: ProcessGroup) -> tuple[float, bool]:
+        model = nn.Linear(50, 40).bfloat16()
+        gossip = decentralize(model, sgd(model), "ring", process_group=group)
+        before = vector_of(model)
+        distance = gossip.consensus_distance()
+        with gossip.averaged():
+            same = torch.equal(before, vector_of(model))
+        gossip.close()
+        return distance, same
+
+    assert run_ranks(5, body) == [(0.0, True)] * 5
+
+
+def test_averaging_does_not_inflate_parameters() -> None:
+    """A thousand all-reduced rounds of equal workers leave their norm as it is, within 1e-6."""
+
+    def body(group: ProcessGroup) -> float:
+        model = nn.Linear(30, 30)
+        optimizer = sgd(model)
+        gossip = decentralize(model, optimizer, "complete", process_group=group, order="atc")
+        before = vector_of(model).norm()
+        for _ in range(1000):
+            optimizer.step()
+        gossip.close()
+        return float(vector_of(model).norm() / before - 1)
+
+    assert all(abs(drift) < 1e-6 for drift in run_ranks(3, body))
+
+
+def test_saving_a_part_after_the_end_saves_that_part(tmp_path: Path) -> None:
+    """Parameters have storage of their own again, so a head's file has the size of a head."""
+
+    def body(group: ProcessGroup) -> int:
+        model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 2))
+        decentralize(model, sgd(model), "ring", process_group=group).finalize()
+        path = tmp_path / f"head-{group.rank()}.pt"
+        torch.save(model[1].state_dict(), path)
+        return path.stat().st_size
+
+    assert max(run_ranks(2, body)) < 10_000
+
+
+def test_training_more_parameters_later_is_refused() -> None:
+    """Unfrozen or added parameters would not be mixed, so the next step says so."""
+
+    def body(group: ProcessGroup) -> None:
+        model = make_model()
+        layers = list(model.children())
+        layers[0].requires_grad_(False)
+        optimizer = sgd(model)
+        gossip = decentralize(model, optimizer, "ring", process_group=group)
+        layers[0].requires_grad_(True)
+        with pytest.raises(UserError, match="got 2 unfrozen and 0 added since; close"):
+            optimizer.step()
+        layers[0].requires_grad_(False)
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+        with pytest.raises(UserError, match="got 0 unfrozen and 1 added since; close"):
+            optimizer.step()
+        gossip.close()
+
+    run_ranks(2, body)
+
+
+def test_a_closure_that_is_called_twice_is_refused() -> None:
+    """SAM and the like need gradients at other points; the same gradient again would be wrong."""
+
+    class Twice(SGD):
+        def step(self, closure: Any = None) -> Any:
+            closure()
+            return closure()
+
+    def body(group: ProcessGroup) -> None:
+        model = make_model()
+        optimizer = Twice(model.parameters(), lr=0.1)
+        gossip = decentralize(model, optimizer, "ring", process_group=group)
+        with pytest.raises(UserError, match="once per step, got a second call"):
+            optimizer.step(lambda: loss_of(model, 0, 0))
+        gossip.close()
+
+    run_ranks(1, body)
+
+
+def test_models_that_cannot_gossip_are_refused() -> None:
+    """Each with its reason: twice, wrapped, without a shape, tied by memory, not dense."""
+
+    def body(group: ProcessGroup) -> None:
+        def refused(model: nn.Module, words: str) -> None:
+            with pytest.raises(UserError, match=words):
+                decentralize(model, sgd(model), "ring", process_group=group)
+
+        model = make_model()
+        gossip = decentralize(model, sgd(model), "ring", process_group=group)
+        refused(model, "can gossip once, got 0.weight")
+        gossip.close()
+        decentralize(model, sgd(model), "ring", process_group=group).close()
+
+        first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+        second.weight.data = first.weight.data
+        refused(nn.Sequential(first, second), "tied parameters must be one object, got 1.weight")
+        loose = nn.Linear(4, 4)
+        loose.weight.data = torch.zeros(4, 8)[:, ::2]
+        refused(loose, "without gaps or overlap, got weight")
 
     run_ranks(1, body)
 

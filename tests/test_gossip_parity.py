@@ -111,13 +111,13 @@ def test_overlapped_equals_not_overlapped_exactly(
 
 
 def _remember_round(gossip: Any, *_: Any) -> None:
-    gossip.step += 1
+    gossip.num_steps += 1
 
 
 def _exchange_now(gossip: Any, *_: Any) -> None:
     """The same round, with nothing in flight between steps."""
-    if gossip.step > 0:
-        gossip._mixer.start(gossip.schedule.round(gossip.step))
+    if gossip.num_steps > 0:
+        gossip._mixer.start(gossip.schedule.round(gossip.num_steps))
         gossip._mixer.finish()
 
 

@@ -145,14 +145,51 @@ def test_stacked_workers_are_updated_as_single_ones() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"lr": -1}, "lr must be a number >= 0, got -1"),
-        ({"betas": (0.9, 1.0)}, r"betas must be two numbers in \[0, 1\), got \(0.9, 1.0\)"),
+        ({"lr": -1}, "lr must be a number >= 0, .* got -1"),
+        ({"betas": (0.9, 1.0)}, r"betas must be two numbers in \[0, 1\), .* got \(0.9, 1.0\)"),
         ({"eps": -1e-8}, "eps must be"),
         ({"weight_decay": -0.1}, "weight_decay must be"),
-        ({"window": 0}, "window must be a number of steps >= 1, got 0"),
+        ({"window": 0}, "window must be a whole number of steps >= 1; 1 is Adam, got 0"),
+        ({"window": 2.5}, "window must be a whole number .* got 2.5"),
+        ({"betas": (0.9, 0.9, 0.9)}, "betas must be two numbers"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], words: str) -> None:
     """At construction, with what was required and given."""
     with pytest.raises(UserError, match=words):
         AccumAdam(parameters(), **settings)
+
+
+def test_a_run_of_adamw_can_be_continued() -> None:
+    """Adam's state has no window: it loads, and goes on as Adam, or with a window from here on."""
+    params = parameters()
+    adamw = torch.optim.AdamW(params, lr=0.01)
+    run(adamw, params, range(5))
+    ours_params = [nn.Parameter(p.detach().clone()) for p in params]
+    ours = AccumAdamW(ours_params, window=4)
+    ours.load_state_dict(copy.deepcopy(adamw.state_dict()))
+    run(adamw, params, range(5, 9))
+    run(ours, ours_params, range(5, 9))
+    for a, b in zip(params, ours_params, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+    ours.param_groups[0]["window"] = 4
+    run(ours, ours_params, range(9, 14))
+
+
+def test_memory_is_adams_for_a_window_of_one() -> None:
+    """The mean gradient of a window is stored only where there is a window."""
+    params = parameters()
+    optimizer = AccumAdam(params, window=1)
+    run(optimizer, params, range(2))
+    assert all("window_mean" not in optimizer.state[p] for p in params)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "complex"])
+def test_gradients_that_it_cannot_take_are_refused(kind: str) -> None:
+    """Silently wrong is worse than refused."""
+    dtype = torch.complex128 if kind == "complex" else torch.float64
+    parameter = nn.Parameter(torch.ones(3, dtype=dtype))
+    gradient = torch.ones(3, dtype=dtype)
+    parameter.grad = gradient.to_sparse() if kind == "sparse" else gradient
+    with pytest.raises(UserError, match=f"dense real gradients, got a {kind} one"):
+        AccumAdam([parameter]).step()

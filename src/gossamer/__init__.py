@@ -18,9 +18,12 @@ __all__ = ["Gossip", "__version__", "decentralize"]
 
 # Imported when first used: ``gossamer topology`` should not wait for torch.
 _LAZY = {"Gossip": "gossamer.gossip", "decentralize": "gossamer.gossip"}
+_PACKAGES = ("gossip", "lab", "optim", "topology")
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'gossamer' has no attribute {name!r}")
-    return getattr(importlib.import_module(_LAZY[name]), name)
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    if name in _PACKAGES:
+        return importlib.import_module(f"gossamer.{name}")
+    raise AttributeError(f"module 'gossamer' has no attribute {name!r}")

@@ -15,22 +15,40 @@ taken at the unmixed parameters. All workers start equal, so awc's step 0 has no
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import logging
+import sys
+import threading
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol, final
+from typing import Any, NamedTuple, Protocol, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
 from torch.optim import LBFGS, Optimizer
 
 from gossamer.errors import UserError
-from gossamer.gossip.buckets import flatten_
+from gossamer.gossip.buckets import flatten_, is_dense, unflatten_
 from gossamer.gossip.mixer import Mixer
-from gossamer.gossip.transport import Transport
+from gossamer.gossip.transport import ExchangeError, Transport
 from gossamer.topology import Round, Schedule, parse, static
+
+_log = logging.getLogger(__name__)
+
+_MARK = "_gossamer"
+"""Attribute of a parameter that a gossip mixes."""
+
+_EXIT_WAIT_S = 30.0
+"""How long a process that ends without close() stays for its peers."""
+
+_EXIT_WAIT_AFTER_ERROR_S = 3.0
 
 _MOST_ROUNDS_WITH_GROUPS = 64
 """Schedules with a longer period average in groups by messages: a process group costs sockets."""
@@ -46,7 +64,7 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
     gossip_steps: int = 1,
     buffers: str = "average",
     bucket_mb: float = 25.0,
-    timeout: timedelta = timedelta(minutes=5),
+    timeout: timedelta = timedelta(minutes=30),
 ) -> Gossip:
     """Make the training loop around this model and optimizer decentralized.
 
@@ -61,40 +79,44 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
         order: ``"awc"`` hides the exchange behind the next step's computation; ``"atc"`` mixes
             after the update and waits for it.
         gossip_steps: how often ``"atc"`` mixes per step, each time with the step's round.
-        buffers: floating-point buffers, such as BatchNorm's statistics, are ``"average"``: local,
-            and averaged by ``averaged()`` and ``finalize()``; ``"local"``: never touched; or
-            ``"mix"``: mixed at every step, as parameters are.
+        buffers: running statistics of normalization layers are ``"average"``: local, and averaged
+            by ``averaged()`` and ``finalize()``; ``"local"``: never touched; or ``"mix"``: mixed
+            at every step, as parameters are. Other buffers stay as they are.
         bucket_mb: size of a bucket in megabytes.
-        timeout: how long any single wait for a peer may take.
+        timeout: how long a message may take from when it is begun, the peers' computation included.
 
     Returns:
         A handle to average, to measure consensus, and to end it.
     """
     group = process_group if process_group is not None else _default_group()
     schedule = _to_schedule(topology, group.size())
-    parameters = _trainable(model, optimizer)
-    statistics = [(name, b) for name, b in model.named_buffers() if b.is_floating_point()]
+    trained = _trained(model, optimizer)
+    statistics = _statistics(model)
     chosen_order: _Order = _choose(_ORDERS, order, "order")(gossip_steps)
-    averaged, mixed = _choose(_BUFFERS, buffers, "buffers")
+    policy: _BufferPolicy = _choose(_BUFFERS, buffers, "buffers")
     _check_positive("bucket_mb", bucket_mb, bucket_mb > 0)
     _check_positive("timeout", timeout, timeout > timedelta(0))
 
     period = schedule.period or 0
     rounds = map(schedule.round, range(period)) if period <= _MOST_ROUNDS_WITH_GROUPS else ()
-    transport = Transport(group, parameters[0][1].device, timeout=timeout, rounds=rounds)
-    buckets = flatten_(parameters, bucket_mb)
-    changing = flatten_(statistics, bucket_mb) if mixed else []
-    frozen = (parameter for parameter in model.parameters() if not parameter.requires_grad)
-    for tensor in (*(bucket.flat for bucket in buckets), *frozen, *model.buffers()):
-        transport.broadcast_(tensor)
+    transport = Transport(group, trained[0].device, timeout=timeout, rounds=rounds)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            transport.broadcast_(tensor)
+        buckets = flatten_(trained, bucket_mb)
+        changing = flatten_(statistics, bucket_mb) if policy.mixed else []
     return Gossip(
         optimizer,
         schedule,
         chosen_order,
         Mixer(buckets, transport, changing),
         transport,
-        parameters=[bucket.flat for bucket in buckets],
-        buffers=[tensor for _, tensor in statistics] if averaged else [],
+        _Tensors(
+            trained=trained,
+            buckets=buckets,
+            statistics=statistics if policy.averaged else [],
+            frozen=[p for p in model.parameters() if not p.requires_grad],
+        ),
     )
 
 
@@ -143,12 +165,38 @@ _ORDERS: dict[str, Callable[[int], _Order]] = {
     "atc": _AdaptThenCombine,
 }
 
-_BUFFERS: dict[str, tuple[bool, bool]] = {
-    # averaged at evaluation, mixed at every step
-    "average": (True, False),
-    "local": (False, False),
-    "mix": (True, True),
+
+class _BufferPolicy(NamedTuple):
+    """What happens to running statistics."""
+
+    averaged: bool
+    """In ``averaged()`` and ``finalize()``."""
+
+    mixed: bool
+    """At every step."""
+
+
+_BUFFERS: dict[str, _BufferPolicy] = {
+    "average": _BufferPolicy(averaged=True, mixed=False),
+    "local": _BufferPolicy(averaged=False, mixed=False),
+    "mix": _BufferPolicy(averaged=True, mixed=True),
 }
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Tensors:
+    """What a gossip looks after."""
+
+    trained: Sequence[Tensor] = ()
+    """Parameters that are mixed: views of the buckets."""
+
+    buckets: Sequence[Tensor] = ()
+    statistics: Sequence[Tensor] = ()
+    """Buffers that are averaged with them."""
+
+    frozen: Sequence[Tensor] = ()
+    """Parameters that must stay untrained."""
 
 
 @final
@@ -166,26 +214,30 @@ class Gossip:
         order: _Order,
         mixer: Mixer,
         transport: Transport,
-        *,
-        parameters: Sequence[Tensor],
-        buffers: Sequence[Tensor],
+        tensors: _Tensors,
     ) -> None:
         self.schedule = schedule
-        self.step = 0
+        self.num_steps = 0
         """Optimizer steps taken so far."""
         self._order = order
         self._mixer = mixer
         self._transport = transport
-        self._parameters = parameters
-        self._buffers = buffers
+        self._tensors = tensors
+        self._num_parameters = _count_parameters(optimizer)
+        for parameter in tensors.trained:
+            setattr(parameter, _MARK, True)
+        # - Hooks
+        untraced: Any = torch.compiler.disable  # where a user compiles the optimizer's step
         self._hooks = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_step_pre_hook(untraced(self._before_step)),
+            optimizer.register_step_post_hook(untraced(self._after_step)),
         ]
+        # Also what keeps this object until close(): its tensors are on the wire.
+        atexit.register(self._leave)
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes that this rank has sent so far, averages and broadcasts included."""
+        """Bytes that this rank has sent so far in rounds and averages."""
         return self._transport.bytes_sent
 
     @property
@@ -193,14 +245,14 @@ class Gossip:
         """Messages that this rank has sent so far; an all-reduce of g ranks counts as 2(g − 1)."""
         return self._transport.messages_sent
 
-    @contextmanager
+    @contextlib.contextmanager
     def averaged(self) -> Generator[None]:
         """Give the model the exact average of all workers; restore it bit for bit at the end.
 
         A collective call. Needs one more copy of the parameters while it lasts.
         """
         self._mixer.wait()
-        tensors = [*self._parameters, *self._buffers]
+        tensors = [*self._tensors.buckets, *self._tensors.statistics]
         with torch.no_grad():
             saved = [tensor.clone() for tensor in tensors]
         try:
@@ -215,11 +267,11 @@ class Gossip:
     def consensus_distance(self) -> float:
         """Return Ξ, with Ξ² = (1/n) Σ_i ‖x̄ − x_i‖², over all parameters. A collective call."""
         self._mixer.wait()
-        squared = torch.zeros(1, dtype=torch.float64, device=self._parameters[0].device)
-        for flat in self._parameters:
-            mean = flat.clone()
+        squared = torch.zeros(1, dtype=torch.float64, device=self._tensors.buckets[0].device)
+        for flat in self._tensors.buckets:
+            mean = flat.float() if flat.element_size() == 2 else flat.clone()
             self._transport.average_(mean)
-            squared += mean.sub_(flat).double().square().sum()
+            squared += torch.linalg.vector_norm(mean.sub_(flat), dtype=torch.float64) ** 2
         self._transport.average_(squared)
         return float(squared.sqrt())
 
@@ -230,28 +282,40 @@ class Gossip:
         self.close()
 
     def close(self) -> None:
-        """End gossip: remove every hook, keep the parameters as they are."""
-        self._mixer.wait()
+        """End gossip: wait for what is in flight, remove every hook, free all memory.
+
+        Parameters stay as they are, in storage of their own again.
+        """
+        atexit.unregister(self._leave)
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._transport.close()
+        try:
+            self._mixer.close()
+            self._transport.close()
+        finally:
+            tensors, self._tensors = self._tensors, _Tensors()
+            unflatten_([*tensors.trained, *tensors.statistics])
+            for parameter in tensors.trained:
+                delattr(parameter, _MARK)
 
     @torch.no_grad()
     def _average_(self) -> None:
-        for flat in self._parameters:
+        for flat in self._tensors.buckets:
             self._transport.average_(flat)
-        if self._buffers:
+        statistics = self._tensors.statistics
+        if statistics:
             # Many and small: one message for all of them.
-            joined = torch.cat([buffer.flatten() for buffer in self._buffers])
+            joined = torch.cat([buffer.flatten() for buffer in statistics])
             self._transport.average_(joined)
-            sizes = [buffer.numel() for buffer in self._buffers]
-            for buffer, part in zip(self._buffers, joined.split(sizes), strict=True):
+            sizes = [buffer.numel() for buffer in statistics]
+            for buffer, part in zip(statistics, joined.split(sizes), strict=True):
                 buffer.copy_(part.view_as(buffer))
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self._check_parameters(optimizer)
         args, kwargs = _evaluate_closure(args, kwargs)
         self._order.before_step(self._mixer)
         return args, kwargs
@@ -259,8 +323,33 @@ class Gossip:
     def _after_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        self._order.after_step(self._mixer, self.schedule, self.step)
-        self.step += 1
+        self._order.after_step(self._mixer, self.schedule, self.num_steps)
+        self.num_steps += 1
+
+    def _leave(self) -> None:
+        """At the end of a process that did not call close(): give peers what they wait for.
+
+        Also where an exception ends it, for a shorter time: a thread that is woken in Gloo while
+        the interpreter shuts down would abort the process.
+        """
+        if self._mixer.in_flight:
+            raised = hasattr(sys, "last_value")
+            _log.warning("gossip was not closed; waiting for the exchange in flight")
+            waiter = threading.Thread(target=_wait_quietly, args=(self._mixer,), daemon=True)
+            waiter.start()
+            waiter.join(_EXIT_WAIT_AFTER_ERROR_S if raised else _EXIT_WAIT_S)
+        self._transport.keep_connections()
+
+    def _check_parameters(self, optimizer: Optimizer) -> None:
+        """Raise where parameters are trained that are not mixed: workers would drift apart."""
+        added = _count_parameters(optimizer) - self._num_parameters
+        unfrozen = sum(parameter.requires_grad for parameter in self._tensors.frozen)
+        if added or unfrozen:
+            raise UserError(
+                "parameters must be trainable and in the optimizer when decentralize() is called, "
+                f"got {unfrozen} unfrozen and {added} added since; close() this gossip and call "
+                "decentralize() again"
+            )
 
 
 def _evaluate_closure(
@@ -272,8 +361,22 @@ def _evaluate_closure(
     if closure is None:
         return args, kwargs
     with torch.enable_grad():
-        loss = closure()
-    return (optimizer,), {**kwargs, "closure": lambda: loss}
+        losses = [closure()]
+
+    def evaluated() -> Any:
+        if not losses:
+            raise UserError(
+                "an optimizer must evaluate its closure once per step, got a second call, which "
+                "would need gradients at points that other workers do not know; use SGD or Adam"
+            )
+        return losses.pop()
+
+    return (optimizer, *rest[1:]), {**kwargs, "closure": evaluated}
+
+
+def _wait_quietly(mixer: Mixer) -> None:
+    with contextlib.suppress(ExchangeError):
+        mixer.wait()
 
 
 def _default_group() -> ProcessGroup:
@@ -299,35 +402,71 @@ def _to_schedule(topology: str | Round | Schedule, num_workers: int) -> Schedule
     return schedule
 
 
-def _trainable(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor]]:
-    """Return the named parameters to mix, after a check that the optimizer holds no others."""
-    parameters: list[tuple[str, Tensor]] = [
-        (name, p) for name, p in model.named_parameters() if p.requires_grad
-    ]
-    known = {id(p) for _, p in parameters}
-    strangers = sum(
-        id(p) not in known and p.requires_grad
-        for group in optimizer.param_groups
-        for p in group["params"]
-    )
-    if not parameters or strangers:
+def _trained(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters to mix, after all checks that need no communication."""
+    if isinstance(model, DistributedDataParallel):
+        raise UserError(
+            "decentralize takes the place of DistributedDataParallel, got a model wrapped in it; "
+            "pass the model itself"
+        )
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    known = {id(p) for p in named.values()}
+    held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    strangers = sum(id(p) not in known for p in held)
+    if not named or strangers:
         raise UserError(
             "the optimizer must hold parameters of the model, and the model trainable ones, got "
-            f"{strangers} foreign and {len(parameters)} trainable parameters; "
+            f"{strangers} foreign and {len(named)} trainable parameters; "
             "build the optimizer from this model's parameters()"
         )
     if isinstance(optimizer, LBFGS):
         raise UserError(
             "an optimizer must take one gradient per step, got LBFGS, which evaluates the closure "
-            "again at points that other workers do not know; use SGD, Adam or another"
+            "again at points that other workers do not know; use SGD or Adam"
         )
-    devices = {p.device for _, p in parameters}
+    devices = sorted({str(p.device) for p in named.values()})
     if len(devices) > 1:
         raise UserError(
-            f"all parameters must be on one device, got {sorted(map(str, devices))}; "
-            "move the model to one of them"
+            f"all parameters must be on one device, got {devices}; move the model to one of them"
         )
-    return parameters
+    addresses: set[int] = set()
+    for name, parameter in named.items():
+        _check_parameter(name, parameter, addresses)
+    return list(named.values())
+
+
+def _check_parameter(name: str, parameter: Tensor, addresses: set[int]) -> None:
+    if hasattr(parameter, _MARK):
+        raise UserError(
+            f"a parameter can gossip once, got {name}, which already does; close() the first gossip"
+        )
+    if isinstance(parameter, UninitializedParameter):
+        raise UserError(
+            f"parameters must have a shape, got {name}, which is not initialized; "
+            "run the model once before decentralize()"
+        )
+    if not is_dense(parameter):
+        raise UserError(
+            f"parameters must occupy their memory without gaps or overlap, got {name} with shape "
+            f"{tuple(parameter.shape)} and strides {parameter.stride()}; assign a contiguous copy"
+        )
+    if parameter.numel() and parameter.data_ptr() in addresses:
+        raise UserError(
+            f"tied parameters must be one object, got {name}, which shares the memory of another; "
+            "assign the parameter itself, as in a.weight = b.weight"
+        )
+    addresses.add(parameter.data_ptr())
+
+
+def _statistics(model: nn.Module) -> list[Tensor]:
+    """Return the running statistics of normalization layers."""
+    layers = (module for module in model.modules() if isinstance(module, _NormBase))
+    buffers = [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
+    return [buffer for buffer in buffers if buffer.is_floating_point()]
+
+
+def _count_parameters(optimizer: Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
 
 
 def _choose(table: dict[str, Any], name: str, what: str) -> Any:

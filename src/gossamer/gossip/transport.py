@@ -9,12 +9,14 @@ every send of the bucket and its first receive. What waits is the collecting of 
 one after the other into one spare tensor; it runs on a thread of its own, in the same order. Each
 message that anybody waits for has therefore been posted, or will be by a rank that need not wait
 for anything of this round before it posts. All-reduces run on groups whose members all begin them
-in the same order. Gloo delivers the messages of one pair and tag in the order in which they were
-posted, so one step's message cannot be taken for another's.
+in the same order. An exchange ends only when its sends have been taken, and a rank begins the next
+round after that; Gloo delivers the messages of one pair and tag in the order in which they were
+posted. So one step's message cannot be taken for another's.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import threading
 from collections import deque
@@ -48,18 +50,24 @@ class Exchange:
     """One bucket's exchange in flight.
 
     Args:
-        keep: weight that the worker keeps on its own parameters; the inbox gets the rest.
+        self_weight: weight that the worker keeps on its own parameters.
+        includes_self: whether the inbox will hold the whole mix, the worker's own part included,
+            and not the mean of its neighbours.
         waits: what has to be waited for, in this order.
     """
 
-    def __init__(self, keep: float, waits: Iterable[Callable[[], object]]) -> None:
-        self.keep = keep
+    def __init__(
+        self, self_weight: float, *, includes_self: bool, waits: Iterable[Callable[[], object]]
+    ) -> None:
+        self.self_weight = self_weight
+        self.includes_self = includes_self
         self._waits = deque(waits)
 
     def wait(self) -> None:
-        """Return when the inbox holds the neighbours' mean and the source may change again."""
-        while self._waits:  # each only once: Gloo would wait for a second message
-            self._waits.popleft()()
+        """Return when the inbox is filled and the source may change again."""
+        while self._waits:
+            self._waits[0]()
+            self._waits.popleft()  # each only once: Gloo would wait for a second message
 
 
 @final
@@ -67,7 +75,7 @@ class Exchange:
 class _Plan:
     """One rank's part in a round."""
 
-    keep: float
+    self_weight: float
     senders: list[int]
     shares: list[float]
     """Weight of each sender in the mean of those up to it, so that a mean grows by ``lerp_``."""
@@ -85,7 +93,7 @@ class Transport:
         process_group: gives rank, size and store; nothing is sent on it.
         device: where the tensors live. CPU tensors travel over Gloo, others over the group's
             own backend.
-        timeout: how long any single wait may take.
+        timeout: how long a message or all-reduce may take, from when it is begun.
         rounds: rounds whose groups get process groups of their own to all-reduce on, now. Others
             run as messages, except where all ranks form one group.
     """
@@ -130,30 +138,51 @@ class Transport:
         if not plan.reduced_with:
             begin = self._begin_over_gloo if self._on_cpu else self._begin_over_nccl
             return begin(plan, source, inbox, tag)
-        # Scaling while copying leaves the mean where a sum would need another pass.
-        torch.mul(source, 1.0 / len(plan.reduced_with), out=inbox)
-        return Exchange(plan.keep, [self._begin_sum(plan.reduced_with, inbox, f"bucket {tag}")])
+        # Dividing while copying leaves the mean where a sum would need another pass. By the size,
+        # not times its rounded inverse: parameters would drift by that error, step after step.
+        torch.div(source, len(plan.reduced_with), out=inbox)
+        wait = self._begin_sum(plan.reduced_with, inbox, f"the average of bucket {tag}")
+        return Exchange(plan.self_weight, includes_self=True, waits=[wait])
 
     def average_(self, tensor: Tensor) -> None:
-        """Replace the tensor by its mean over all ranks."""
-        self._begin_sum(self._everyone, tensor.mul_(1.0 / self.size), "an average")()
+        """Replace the tensor by its mean over all ranks; 16-bit numbers are summed in 32 bits."""
+        wide = tensor.float() if tensor.element_size() == 2 else tensor
+        self._begin_sum(self._everyone, wide.div_(self.size), "an average")()
+        if wide is not tensor:
+            tensor.copy_(wide)
 
     def broadcast_(self, tensor: Tensor) -> None:
         """Replace the tensor by rank 0's."""
-        contiguous = tensor.detach().contiguous()
-        work = self._groups[self._everyone].broadcast([contiguous])
-        self._wait(work, "what rank 0 broadcasts")
-        tensor.detach().copy_(contiguous)
+        received = tensor.detach().clone(memory_format=torch.contiguous_format)
+        as_bytes = received.view(-1).view(torch.uint8)  # any dtype travels as bytes
+        group = self._groups[self._everyone]
+        self._post(lambda: group.broadcast([as_bytes]), "what rank 0 broadcasts")()
+        tensor.detach().copy_(received)
 
     def close(self) -> None:
-        """End the collecting thread; what is in flight has to be waited for before."""
+        """End the collecting thread and leave all groups; nothing may be in flight."""
         self._collector.end()
+        self._plan.cache_clear()
+        self._spare.clear()
+        if not self._on_cpu:
+            for group in self._groups.values():
+                dist.destroy_process_group(group)
+        self._groups.clear()
+
+    def keep_connections(self) -> None:
+        """Keep all connections until the process is gone, whatever the interpreter lets go of.
+
+        A thread that waits in Gloo while the interpreter shuts down must not be woken by its
+        group's end: it would abort the process.
+        """
+        for group in self._groups.values():
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
     def _begin_over_gloo(self, plan: _Plan, source: Tensor, inbox: Tensor, tag: int) -> Exchange:
         receives = [self._receive(inbox, sender, tag) for sender in plan.senders[:1]]
         sends = [self._send(source, receiver, tag) for receiver in plan.receivers]
         if len(plan.senders) < 2:
-            return Exchange(plan.keep, [*receives, *sends])
+            return _messages(plan, [*receives, *sends])
 
         def collect() -> None:
             receives[0]()
@@ -162,11 +191,11 @@ class Transport:
                 self._receive(spare, sender, tag)()
                 inbox.lerp_(spare, share)
 
-        return Exchange(plan.keep, [self._collector.submit(collect).result, *sends])
+        return _messages(plan, [self._collector.submit(collect).result, *sends])
 
     def _begin_over_nccl(self, plan: _Plan, source: Tensor, inbox: Tensor, tag: int) -> Exchange:
-        # One batch per bucket, as NCCL requires, so each message gets a tensor of its own; waiting
-        # and mixing are ordered by the device's streams.
+        # One batch per bucket, as NCCL requires, so each message gets a tensor of its own, and a
+        # round of degree k holds k copies; waiting and mixing are ordered by the device's streams.
         inboxes = [inbox, *(torch.empty_like(inbox) for _ in plan.senders[1:])]
         group = self._groups[self._everyone]
         operations = [
@@ -174,7 +203,7 @@ class Transport:
             *(_p2p(dist.isend, source, receiver, group) for receiver in plan.receivers),
         ]
         works = dist.batch_isend_irecv(operations) if operations else []
-        self._count(len(plan.receivers), len(plan.receivers) * _num_bytes(source))
+        self._count(len(plan.receivers), len(plan.receivers) * source.nbytes)
 
         def collect() -> None:
             for work in works:
@@ -182,24 +211,34 @@ class Transport:
             for other, share in zip(inboxes[1:], plan.shares[1:], strict=True):
                 inbox.lerp_(other, share)
 
-        return Exchange(plan.keep, [collect])
+        return _messages(plan, [collect])
 
     def _receive(self, target: Tensor, sender: int, tag: int) -> Callable[[], None]:
-        work = self._groups[self._everyone].recv([target], sender, tag)
-        return partial(self._wait, work, f"bucket {tag} from rank {sender}")
+        group = self._groups[self._everyone]
+        what = f"bucket {tag} from rank {sender}"
+        return self._post(lambda: group.recv([target], sender, tag), what)
 
     def _send(self, source: Tensor, receiver: int, tag: int) -> Callable[[], None]:
-        work = self._groups[self._everyone].send([source], receiver, tag)
-        self._count(1, _num_bytes(source))
-        return partial(self._wait, work, f"rank {receiver} to take bucket {tag}")
+        group = self._groups[self._everyone]
+        self._count(1, source.nbytes)
+        what = f"rank {receiver} to take bucket {tag}"
+        return self._post(lambda: group.send([source], receiver, tag), what)
 
     def _begin_sum(self, members: tuple[int, ...], tensor: Tensor, what: str) -> Callable[[], None]:
         size = len(members)
         if size == 1:
             return lambda: None
-        work = self._groups[members].allreduce([tensor])
-        self._count(2 * (size - 1), 2 * (size - 1) * _num_bytes(tensor) // size)
-        return partial(self._wait, work, f"{what} over ranks {members}")
+        group = self._groups[members]
+        self._count(2 * (size - 1), 2 * (size - 1) * tensor.nbytes // size)
+        return self._post(lambda: group.allreduce([tensor]), f"{what} over ranks {members}")
+
+    def _post(self, begin: Callable[[], Work], what: str) -> Callable[[], None]:
+        """Begin a piece of work; return the function that waits for it."""
+        try:
+            work = begin()
+        except RuntimeError as error:
+            raise self._failure(what, error) from error
+        return partial(self._wait, work, what)
 
     def _wait(self, work: Work, what: str) -> None:
         try:
@@ -207,9 +246,13 @@ class Transport:
             # watchdog keeps the time.
             work.wait(self._timeout) if self._on_cpu else work.wait()
         except RuntimeError as error:
-            raise ExchangeError(
-                f"rank {self.rank} waited for {what}, at most {self._timeout}, and failed: {error}"
-            ) from error
+            raise self._failure(what, error) from error
+
+    def _failure(self, what: str, error: RuntimeError) -> ExchangeError:
+        return ExchangeError(
+            f"rank {self.rank} waited for {what}, at most {self._timeout}, and failed: {error}; "
+            "look for the rank that stopped first, or allow a longer timeout"
+        )
 
     def _count(self, messages: int, num_bytes: int) -> None:
         self.messages_sent += messages
@@ -227,7 +270,7 @@ class Transport:
         group = self._group_in(round)
         reduces = len(group) >= _SMALLEST_REDUCED and group in self._groups
         return _Plan(
-            keep=0.0 if reduces else part.self_weight,
+            self_weight=part.self_weight,
             senders=part.receives.workers.tolist(),
             shares=(part.receives.weights / np.cumsum(part.receives.weights)).tolist(),
             receivers=part.sends.workers.tolist(),
@@ -236,8 +279,8 @@ class Transport:
 
     def _group_in(self, round: Round) -> tuple[int, ...]:
         """Return the ranks that this one averages with; none where the round has no groups."""
-        groups = round.groups() or ()
-        return next((tuple(g.tolist()) for g in groups if self.rank in g), ())
+        group = round.group_of(self.rank)
+        return () if group is None else tuple(group.tolist())
 
     def _open_group(self, members: tuple[int, ...]) -> None:
         if members in self._groups:
@@ -249,14 +292,19 @@ class Transport:
             group = ProcessGroupGloo(store, rank, size, self._timeout)
         else:
             ranks = [dist.get_global_rank(self._base, member) for member in members]
-            group = dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True)
+            group = dist.new_group(
+                ranks,
+                timeout=self._timeout,
+                backend=dist.get_backend(self._base),
+                use_local_synchronization=True,
+            )
         # A backend by itself has the methods that we call.
         self._groups[members] = cast(ProcessGroup, group)
 
 
 @final
 class _Thread:
-    """One thread that runs tasks in the order in which they are submitted.
+    """One thread, started when first needed, that runs tasks in the order of their submission.
 
     A daemon, unlike an executor's: a rank that fails must not wait for its receives to time out
     before it can exit.
@@ -264,9 +312,13 @@ class _Thread:
 
     def __init__(self) -> None:
         self._tasks: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
-        threading.Thread(target=self._run, name="gossamer-collector", daemon=True).start()
+        self._started = False
 
     def submit(self, task: Callable[[], None]) -> Future[None]:
+        if not self._started:
+            self._started = True
+            run = partial(_run_tasks, self._tasks)
+            threading.Thread(target=run, name="gossamer-collector", daemon=True).start()
         future: Future[None] = Future()
         self._tasks.put((task, future))
         return future
@@ -274,13 +326,24 @@ class _Thread:
     def end(self) -> None:
         self._tasks.put(None)
 
-    def _run(self) -> None:
-        while (item := self._tasks.get()) is not None:
-            task, future = item
-            try:
-                future.set_result(task())
-            except BaseException as error:  # handed to whoever waits for the future
-                future.set_exception(error)
+    def __del__(self) -> None:
+        self.end()
+
+
+def _run_tasks(tasks: SimpleQueue[tuple[Callable[[], None], Future[None]] | None]) -> None:
+    # A function of the queue alone, with no task left in a variable while it waits: a transport
+    # that nobody uses any more can then be collected, and its thread ends.
+    while (item := tasks.get()) is not None:
+        task, future = item
+        try:
+            future.set_result(task())
+        except BaseException as error:  # handed to whoever waits for the future
+            future.set_exception(error)
+        del item, task, future
+
+
+def _messages(plan: _Plan, waits: Iterable[Callable[[], object]]) -> Exchange:
+    return Exchange(plan.self_weight, includes_self=False, waits=waits)
 
 
 def _private_store(process_group: ProcessGroup) -> PrefixStore:
@@ -296,7 +359,3 @@ def _private_store(process_group: ProcessGroup) -> PrefixStore:
 
 def _p2p(operation: Callable[..., Any], tensor: Tensor, peer: int, group: ProcessGroup) -> Any:
     return dist.P2POp(operation, tensor, group=group, group_peer=peer)
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

@@ -30,6 +30,8 @@ from torch.optim.optimizer import ParamsT
 
 from gossamer.errors import UserError
 
+_MOMENTS = ("exp_avg", "exp_avg_sq", "window_mean")
+
 
 class _AccumAdam(Optimizer):
     """What both optimizers share; they differ in where weight decay goes."""
@@ -46,11 +48,13 @@ class _AccumAdam(Optimizer):
         *,
         window: int = 1,
     ) -> None:
-        _check("lr", lr, lr >= 0, "a number >= 0")
-        _check("betas", betas, all(0 <= beta < 1 for beta in betas), "two numbers in [0, 1)")
-        _check("eps", eps, eps >= 0, "a number >= 0")
-        _check("weight_decay", weight_decay, weight_decay >= 0, "a number >= 0")
-        _check("window", window, window >= 1, "a number of steps >= 1")
+        two = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
+        whole = isinstance(window, int) and window >= 1  # pyright: ignore[reportUnnecessaryIsInstance]
+        _check("lr", lr, lr >= 0, "a number >= 0, such as 1e-3")
+        _check("betas", betas, two, "two numbers in [0, 1), such as (0.9, 0.999)")
+        _check("eps", eps, eps >= 0, "a number >= 0, such as 1e-8")
+        _check("weight_decay", weight_decay, weight_decay >= 0, "a number >= 0, such as 0.01")
+        _check("window", window, whole, "a whole number of steps >= 1; 1 is Adam")
         defaults = {
             "lr": lr,
             "betas": betas,
@@ -72,27 +76,35 @@ class _AccumAdam(Optimizer):
             by_step: defaultdict[int, list[Tensor]] = defaultdict(list)
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    by_step[self._count_step(parameter)].append(parameter)
+                    _check_gradient(parameter.grad)
+                    by_step[self._count_step(parameter, group["window"])].append(parameter)
             for step, parameters in by_step.items():
-                self._update(parameters, step, group)
+                for together in _launched_together(parameters):
+                    self._update(together, step, group)
         return loss
 
-    def _count_step(self, parameter: Tensor) -> int:
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a state, also one of Adam or AdamW, which have no window."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group.setdefault("window", 1)
+
+    def _count_step(self, parameter: Tensor, window: int) -> int:
         state = self.state[parameter]
-        if not state:
-            state["step"] = 0
-            for name in ("exp_avg", "exp_avg_sq", "window_mean"):
+        names = ("exp_avg", "exp_avg_sq") if window == 1 else _MOMENTS
+        for name in names:
+            if name not in state:
                 state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        state["step"] += 1
-        return int(state["step"])
+        state["step"] = int(state.get("step", 0)) + 1
+        return state["step"]
 
     def _update(self, parameters: list[Tensor], step: int, group: dict[str, Any]) -> None:
-        lr, (beta1, beta2), eps = group["lr"], group["betas"], group["eps"]
+        lr, (beta1, beta2), eps = float(group["lr"]), group["betas"], group["eps"]
         decay, window = group["weight_decay"], group["window"]
         grads = [p.grad for p in parameters if p.grad is not None]
         states = [self.state[p] for p in parameters]
         exp_avgs, exp_avg_sqs, window_means = (
-            [state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "window_mean")
+            [state[name] for state in states if name in state] for name in _MOMENTS
         )
         if decay and self.decoupled:
             torch._foreach_mul_(parameters, 1 - lr * decay)
@@ -160,6 +172,21 @@ class AccumAdamW(_AccumAdam):
         window: int = 1,
     ) -> None:
         super().__init__(params, lr, betas, eps, weight_decay, window=window)
+
+
+def _launched_together(parameters: list[Tensor]) -> list[list[Tensor]]:
+    """Many tensors per kernel launch on a device; one after the other where caches count."""
+    on_cpu = parameters[0].device.type == "cpu"
+    return [[parameter] for parameter in parameters] if on_cpu else [parameters]
+
+
+def _check_gradient(gradient: Tensor) -> None:
+    if gradient.is_sparse or gradient.is_complex():
+        kind = "sparse" if gradient.is_sparse else "complex"
+        raise UserError(
+            f"AccumAdam takes dense real gradients, got a {kind} one; "
+            "use torch.optim.SparseAdam or Adam for that parameter"
+        )
 
 
 def _check(name: str, value: object, valid: bool, required: str) -> None:

@@ -124,6 +124,11 @@ class Round:
         starts = np.flatnonzero(np.diff(labels[order])) + 1
         return tuple(np.split(order, starts))
 
+    def group_of(self, worker: int) -> IntArray | None:
+        """Return the members of one worker's group, without building the others; see groups()."""
+        labels = self._group_labels
+        return None if labels is None else np.flatnonzero(labels == labels[worker])
+
     @property
     def messages_sent(self) -> IntArray:
         """Messages each worker sends: one per receiver, or 2(g − 1) to all-reduce in a group of g.
