@@ -269,10 +269,14 @@ class Transport:
         part = round.neighbours(self.rank)
         group = self._group_in(round)
         reduces = len(group) >= _SMALLEST_REDUCED and group in self._groups
+        # Receive from the next rank first, and on around the circle: then not all wait for the
+        # same few senders at a time while the links of the others idle.
+        order = np.argsort((part.receives.workers - self.rank) % self.size)
+        weights = part.receives.weights[order]
         return _Plan(
             self_weight=part.self_weight,
-            senders=part.receives.workers.tolist(),
-            shares=(part.receives.weights / np.cumsum(part.receives.weights)).tolist(),
+            senders=part.receives.workers[order].tolist(),
+            shares=(weights / np.cumsum(weights)).tolist(),
             receivers=part.sends.workers.tolist(),
             reduced_with=group if reduces else (),
         )
