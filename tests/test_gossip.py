@@ -479,6 +479,19 @@ def test_extra_memory(text: str, copies: int) -> None:
     assert set(run_ranks(8, body)) == {copies}
 
 
+def test_neighbours_are_received_around_the_circle() -> None:
+    """Each sender is the first of one receiver, so no link idles while all wait for another."""
+
+    def body(group: ProcessGroup) -> list[int]:
+        model = make_model()
+        gossip = decentralize(model, sgd(model), "ring", process_group=group)
+        senders = gossip._transport._plan(ring(4)).senders
+        gossip.close()
+        return senders
+
+    assert run_ranks(4, body) == [[1, 3], [2, 0], [3, 1], [0, 2]]
+
+
 def test_two_gossips_on_one_group_do_not_meet() -> None:
     """Two models in one process, each with a gossip of its own, mix as if they were alone."""
 
