@@ -88,7 +88,7 @@ def gallery(schedules: Sequence[Schedule], steps: int = 16, columns: int = 6) ->
             "the same, by model copies that the busiest worker has sent",
             *[_short_title(schedule) for schedule in schedules],
         ],
-        vertical_spacing=0.06,
+        vertical_spacing=0.09,
         horizontal_spacing=0.03,
     )
     for index, schedule in enumerate(schedules):
