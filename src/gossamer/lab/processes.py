@@ -124,15 +124,20 @@ class Job:
 
     def stop(self) -> None:
         """End the command wherever it still runs: SIGTERM, then SIGKILL after a grace."""
+        # Asks the processes themselves, not the threads that wait for them: a signal may have come
+        # while a process had been started and its threads not yet.
         for number in (signal.SIGTERM, signal.SIGKILL):
-            for host in self._running:
-                _signal_session(self._processes[host], number)
+            alive = [process for process in self._processes.values() if process.poll() is None]
+            for process in alive:
+                _signal_session(process, number)
             deadline = time.monotonic() + _GRACE_S
-            with contextlib.suppress(TimeoutError):
-                while self._running:
-                    self._next_end(deadline)
+            for process in alive:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, deadline - time.monotonic()))
+        self._running.clear()
         for reader in self._readers.values():
-            reader.join(_DRAIN_S)
+            if reader.ident is not None:
+                reader.join(_DRAIN_S)
 
     def _next_end(self, deadline: float) -> tuple[str, int]:
         left = deadline - time.monotonic()
