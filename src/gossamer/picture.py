@@ -116,8 +116,11 @@ def save(figure: Figure, path: Path) -> None:
 
     Images need a Chrome or Chromium on the machine.
     """
-    check_kind(path)
     kind = path.suffix.lower()[1:]
+    if kind not in ("html", "png", "svg"):
+        raise UserError(
+            f"a picture is a .html, .png or .svg file, got {path.name!r}; change its ending"
+        )
     page = kind == "html"
     data = str(figure.to_html(include_plotlyjs=True)).encode() if page else _render(figure, kind)
     aside = path.with_name(f".{path.name}.{os.getpid()}")
@@ -129,14 +132,6 @@ def save(figure: Figure, path: Path) -> None:
         with contextlib.suppress(OSError):
             aside.unlink()
         raise UserError(f"cannot write {path}: {error.strerror}; choose another place") from error
-
-
-def check_kind(path: Path) -> None:
-    """Raise unless the name ends as a picture's does; to call before work is spent on it."""
-    if path.suffix.lower() not in (".html", ".png", ".svg"):
-        raise UserError(
-            f"a picture is a .html, .png or .svg file, got {path.name!r}; change its ending"
-        )
 
 
 def _render(figure: Figure, kind: str) -> bytes:

@@ -113,6 +113,7 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
         transport,
         _Tensors(
             trained=trained,
+            flattened=[*trained, *statistics] if policy.mixed else trained,
             buckets=buckets,
             statistics=statistics if policy.averaged else [],
             frozen=[p for p in model.parameters() if not p.requires_grad],
@@ -190,6 +191,9 @@ class _Tensors:
 
     trained: Sequence[Tensor] = ()
     """Parameters that are mixed: views of the buckets."""
+
+    flattened: Sequence[Tensor] = ()
+    """All tensors that live in buckets: those, and statistics that are mixed with them."""
 
     buckets: Sequence[Tensor] = ()
     statistics: Sequence[Tensor] = ()
@@ -295,7 +299,7 @@ class Gossip:
             self._transport.close()
         finally:
             tensors, self._tensors = self._tensors, _Tensors()
-            unflatten_([*tensors.trained, *tensors.statistics])
+            unflatten_(tensors.flattened)
             for parameter in tensors.trained:
                 delattr(parameter, _MARK)
 

@@ -102,11 +102,6 @@ class Layout:
         """Number of hosts on each node."""
         return len(self.hosts) // self.num_nodes
 
-    def link_names(self) -> tuple[str, ...]:
-        """Return the links that can be cut: `host0` ..., and `node0` ... for uplinks."""
-        uplinks = tuple(f"node{node}" for node in range(len(self.uplink_bits_s)))
-        return tuple(host.name for host in self.hosts) + uplinks
-
     def path_bits_s(self, source: Host, target: Host) -> int:
         """Return the rate of the slowest link between two hosts."""
         rates = [source.rate_bits_s, target.rate_bits_s]
