@@ -117,7 +117,7 @@ def _remember_round(gossip: Any, *_: Any) -> None:
 def _exchange_now(gossip: Any, *_: Any) -> None:
     """The same round, with nothing in flight between steps."""
     if gossip.num_steps > 0:
-        gossip._mixer.start(gossip.schedule.round(gossip.num_steps))
+        gossip._mixer.start(gossip.schedule.round(gossip.num_steps), gossip.num_steps)
         gossip._mixer.finish()
 
 

@@ -11,13 +11,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gossamer.gossip import Gossip, decentralize
+    from gossamer.gossip import Gossip, GradScaler, decentralize
 
 __version__ = "0.1.0.dev0"
-__all__ = ["Gossip", "__version__", "decentralize"]
+__all__ = ["Gossip", "GradScaler", "__version__", "decentralize"]
 
 # Imported when first used: ``gossamer topology`` should not wait for torch.
-_LAZY = {"Gossip": "gossamer.gossip", "decentralize": "gossamer.gossip"}
+_LAZY = {name: "gossamer.gossip" for name in ("Gossip", "GradScaler", "decentralize")}
 _PACKAGES = ("gossip", "lab", "optim", "topology")
 
 

@@ -1,6 +1,8 @@
 """The only code that moves parameters between processes."""
 
+from gossamer.gossip.bulletin import ExchangeError
 from gossamer.gossip.decentralize import Gossip, decentralize
-from gossamer.gossip.transport import ExchangeError
+from gossamer.gossip.scaler import GradScaler
+from gossamer.gossip.stats import Stats
 
-__all__ = ["ExchangeError", "Gossip", "decentralize"]
+__all__ = ["ExchangeError", "Gossip", "GradScaler", "Stats", "decentralize"]

@@ -17,33 +17,37 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
+import inspect
 import logging
 import sys
 import threading
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol, final
+from importlib import metadata
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import UninitializedParameter
-from torch.optim import LBFGS, Optimizer
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from torch.profiler import record_function
 
 from gossamer.errors import UserError
-from gossamer.gossip.buckets import flatten_, is_dense, unflatten_
-from gossamer.gossip.mixer import Mixer
-from gossamer.gossip.transport import ExchangeError, Transport
+from gossamer.gossip import parameters
+from gossamer.gossip.buckets import flatten_, unflatten_
+from gossamer.gossip.bulletin import Bulletin, ExchangeError
+from gossamer.gossip.mixer import Mixer, State
+from gossamer.gossip.orders import ORDERS, Order
+from gossamer.gossip.scaler import GradScaler
+from gossamer.gossip.stats import Stats
+from gossamer.gossip.transport import Transport
 from gossamer.topology import Round, Schedule, parse, static
 
 _log = logging.getLogger(__name__)
-
-_MARK = "_gossamer"
-"""Attribute of a parameter that a gossip mixes."""
 
 _EXIT_WAIT_S = 30.0
 """How long a process that ends without close() stays for its peers."""
@@ -53,13 +57,16 @@ _EXIT_WAIT_AFTER_ERROR_S = 3.0
 _MOST_ROUNDS_WITH_GROUPS = 64
 """Schedules with a longer period average in groups by messages: a process group costs sockets."""
 
+_ROUNDS_COMPARED = 16
+"""How many rounds of a schedule without a period all ranks compare at the start."""
+
 
 def decentralize(  # noqa: PLR0913 - one keyword per option
     model: nn.Module,
-    optimizer: Optimizer,
+    optimizer: Optimizer | Sequence[Optimizer],
     topology: str | Round | Schedule = "one_peer_exponential",
     *,
-    process_group: ProcessGroup | None = None,
+    process_group: ProcessGroup | DeviceMesh | None = None,
     order: str = "awc",
     gossip_steps: int = 1,
     buffers: str = "average",
@@ -68,14 +75,18 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
 ) -> Gossip:
     """Make the training loop around this model and optimizer decentralized.
 
-    A collective call: every rank of the group makes it, with the same arguments. Parameters and
-    buffers become rank 0's. From then on ``optimizer.step()`` mixes parameters with neighbours.
+    A collective call: every rank of the group makes it, with the same arguments, which is checked
+    before anything is sent. Parameters and buffers become rank 0's. From then on
+    ``optimizer.step()`` mixes parameters with neighbours.
 
     Args:
         model: its trainable parameters move into flat buckets; names, shapes and ties stay.
-        optimizer: any torch optimizer over those parameters.
-        topology: a text such as ``"lattice(k=4)"``, a Round, or a Schedule.
-        process_group: the ranks that take part; by default all.
+        optimizer: any torch optimizer over those parameters, or several, which each take one step
+            per step of training.
+        topology: a text such as ``"lattice(k=4)"``, a Round, or a Schedule. Rounds of a Schedule
+            without a period are compared across ranks at every step.
+        process_group: the ranks that take part, as a group or a mesh of one dimension; by default
+            all. With DDP inside a node: the ranks with this rank's place in each node.
         order: ``"awc"`` hides the exchange behind the next step's computation; ``"atc"`` mixes
             after the update and waits for it.
         gossip_steps: how often ``"atc"`` mixes per step, each time with the step's round.
@@ -86,85 +97,66 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
         timeout: how long a message may take from when it is begun, the peers' computation included.
 
     Returns:
-        A handle to average, to measure consensus, and to end it.
+        A handle to average, to measure consensus, to save, and to end it.
     """
-    group = process_group if process_group is not None else _default_group()
-    schedule = _to_schedule(topology, group.size())
-    trained = _trained(model, optimizer)
-    statistics = _statistics(model)
-    chosen_order: _Order = _choose(_ORDERS, order, "order")(gossip_steps)
-    policy: _BufferPolicy = _choose(_BUFFERS, buffers, "buffers")
-    _check_positive("bucket_mb", bucket_mb, bucket_mb > 0)
     _check_positive("timeout", timeout, timeout > timedelta(0))
+    group = _to_group(process_group)
+    bulletin = Bulletin(group, timeout)
+    try:
+        optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
+        schedule = _to_schedule(topology, group.size())
+        parameters.check_wrapper(model, group)
+        trained = parameters.trained(model, optimizers)
+        chosen_order: Order = _choose(ORDERS, order, "order")(gossip_steps)
+        policy: _BufferPolicy = _choose(_BUFFERS, buffers, "buffers")
+        _check_positive("bucket_mb", bucket_mb, bucket_mb > 0)
+    except UserError as error:
+        bulletin.decline(error)
+        raise
+    bulletin.agree(
+        {
+            "the version of gossamer": metadata.version("gossamer"),
+            "topology": schedule.name,
+            "the rounds of the topology": _digest_of(schedule),
+            "order": order,
+            "gossip_steps": str(gossip_steps),
+            "buffers": buffers,
+            "bucket_mb": str(bucket_mb),
+            **parameters.facts_about(model),
+        }
+    )
 
     period = schedule.period or 0
     rounds = map(schedule.round, range(period)) if period <= _MOST_ROUNDS_WITH_GROUPS else ()
-    transport = Transport(group, trained[0].device, timeout=timeout, rounds=rounds)
+    transport = Transport(group, bulletin, trained[0].device, rounds=rounds)
+    statistics = parameters.statistics(model)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             transport.broadcast_(tensor)
         buckets = flatten_(trained, bucket_mb)
         changing = flatten_(statistics, bucket_mb) if policy.mixed else []
     return Gossip(
-        optimizer,
+        optimizers,
         schedule,
         chosen_order,
-        Mixer(buckets, transport, changing),
+        Mixer(
+            buckets,
+            transport,
+            bulletin,
+            changing,
+            # A text means the same on all ranks; a function need not.
+            compares_rounds=isinstance(topology, Schedule) and schedule.period is None,
+        ),
         transport,
+        bulletin,
+        parameters.Guard(model, optimizers, trained),
         _Tensors(
             trained=trained,
             flattened=[*trained, *statistics] if policy.mixed else trained,
             buckets=buckets,
             statistics=statistics if policy.averaged else [],
-            frozen=[p for p in model.parameters() if not p.requires_grad],
         ),
     )
-
-
-class _Order(Protocol):
-    """When mixing happens around an optimizer's step."""
-
-    def before_step(self, mixer: Mixer) -> None: ...
-
-    def after_step(self, mixer: Mixer, schedule: Schedule, step: int) -> None: ...
-
-
-@final
-class _AdaptWhileCombine:
-    def __init__(self, gossip_steps: int) -> None:
-        if gossip_steps != 1:
-            raise UserError(
-                f"awc mixes once per step, while the gradient is computed, got gossip_steps="
-                f"{gossip_steps}; use order='atc', or a denser topology"
-            )
-
-    def before_step(self, mixer: Mixer) -> None:
-        if mixer.in_flight:
-            mixer.finish()
-
-    def after_step(self, mixer: Mixer, schedule: Schedule, step: int) -> None:
-        mixer.start(schedule.round(step + 1))
-
-
-@final
-class _AdaptThenCombine:
-    def __init__(self, gossip_steps: int) -> None:
-        _check_positive("gossip_steps", gossip_steps, gossip_steps > 0)
-        self._gossip_steps = gossip_steps
-
-    def before_step(self, mixer: Mixer) -> None:
-        pass
-
-    def after_step(self, mixer: Mixer, schedule: Schedule, step: int) -> None:
-        for _ in range(self._gossip_steps):
-            mixer.start(schedule.round(step))
-            mixer.finish()
-
-
-_ORDERS: dict[str, Callable[[int], _Order]] = {
-    "awc": _AdaptWhileCombine,
-    "atc": _AdaptThenCombine,
-}
 
 
 class _BufferPolicy(NamedTuple):
@@ -199,45 +191,66 @@ class _Tensors:
     statistics: Sequence[Tensor] = ()
     """Buffers that are averaged with them."""
 
-    frozen: Sequence[Tensor] = ()
-    """Parameters that must stay untrained."""
-
 
 @final
 class Gossip:
     """A training loop that gossips; made by ``decentralize``.
 
-    Between two steps under awc the parameters are what is being sent, so they must not change;
-    ``averaged()`` takes care of that by itself.
+    Between two steps under awc the parameters are what is being sent, so they must not change,
+    except inside ``drained()``.
     """
 
     def __init__(
         self,
-        optimizer: Optimizer,
+        optimizers: Sequence[Optimizer],
         schedule: Schedule,
-        order: _Order,
+        order: Order,
         mixer: Mixer,
         transport: Transport,
+        bulletin: Bulletin,
+        guard: parameters.Guard,
         tensors: _Tensors,
     ) -> None:
         self.schedule = schedule
+        self.rank, self.num_workers = transport.rank, transport.size
         self.num_steps = 0
-        """Optimizer steps taken so far."""
+        """Steps of training taken so far."""
         self._order = order
         self._mixer = mixer
         self._transport = transport
+        self._bulletin = bulletin
+        self._guard = guard
         self._tensors = tensors
-        self._num_parameters = _count_parameters(optimizer)
+        # - The step that is being taken
+        self._optimizers = optimizers
+        self._stepped: list[Optimizer] = []
+        self._mixed = False
+        # - What the user is inside of
+        self._inside = ""
+        self._joining = False
         for parameter in tensors.trained:
-            setattr(parameter, _MARK, True)
+            setattr(parameter, parameters.MARK, True)
         # - Hooks
         untraced: Any = torch.compiler.disable  # where a user compiles the optimizer's step
         self._hooks = [
-            optimizer.register_step_pre_hook(untraced(self._before_step)),
-            optimizer.register_step_post_hook(untraced(self._after_step)),
+            hook
+            for optimizer in optimizers
+            for hook in (
+                optimizer.register_step_pre_hook(untraced(self._before_step)),
+                optimizer.register_step_post_hook(untraced(self._after_step)),
+            )
         ]
+        bulletin.watch()
         # Also what keeps this object until close(): its tensors are on the wire.
         atexit.register(self._leave)
+
+    # - Measuring
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters live."""
+        self._check_open()
+        return self._tensors.buckets[0].device
 
     @property
     def bytes_sent(self) -> int:
@@ -249,40 +262,177 @@ class Gossip:
         """Messages that this rank has sent so far; an all-reduce of g ranks counts as 2(g − 1)."""
         return self._transport.messages_sent
 
+    def stats(self) -> Stats:
+        """Return what this rank has sent and waited so far."""
+        return Stats(
+            num_steps=self.num_steps,
+            bytes_sent=self.bytes_sent,
+            messages_sent=self.messages_sent,
+            exposed_s=self._mixer.exposed_s,
+            in_flight_s=self._mixer.in_flight_s,
+        )
+
+    @torch.no_grad()
+    def consensus_distance(self) -> float:
+        """Return Ξ, with Ξ² = (1/n) Σ_i ‖x̄ − x_i‖², over all parameters. A collective call."""
+        with self._collective("consensus_distance()"):
+            squared = torch.zeros(1, dtype=torch.float64, device=self.device)
+            for flat in self._tensors.buckets:
+                mean = flat.float() if flat.element_size() == 2 else flat.clone()
+                self._transport.average_(mean)
+                squared += torch.linalg.vector_norm(mean.sub_(flat), dtype=torch.float64) ** 2
+            self._transport.average_(squared)
+            return float(squared.sqrt())
+
+    def gather(self, value: int) -> list[int]:
+        """Return every rank's number, in the order of ranks. A collective call."""
+        self._refuse_while_joining("gather()")
+        return self._transport.begin_gather(value, "a number from every rank")()
+
+    # - Looking at other parameters, or changing them
+
     @contextlib.contextmanager
     def averaged(self) -> Generator[None]:
         """Give the model the exact average of all workers; restore it bit for bit at the end.
 
         A collective call. Needs one more copy of the parameters while it lasts.
         """
-        self._mixer.wait()
-        tensors = [*self._tensors.buckets, *self._tensors.statistics]
-        with torch.no_grad():
-            saved = [tensor.clone() for tensor in tensors]
+        with self._restored("averaged()"):
+            with self._collective("averaged()"):
+                self._average_()
+            yield
+
+    @contextlib.contextmanager
+    def drained(self, *, keep_changes: bool = False) -> Generator[None]:
+        """Let code change parameters between two steps, while nothing is being sent.
+
+        Args:
+            keep_changes: by default parameters are restored bit for bit at the end (a second
+                gradient for SAM, evaluation with swapped weights), which needs a copy of them while
+                it lasts. True keeps what the code leaves, and makes this a collective call: the
+                exchange of this step starts again, from the changed parameters.
+        """
+        if not keep_changes:
+            with self._restored("drained()"):
+                yield
+            return
+        self._refuse_while_joining("drained(keep_changes=True)")
+        with self._without_steps("drained()"):
+            yield
+        self._restart()
+
+    @contextlib.contextmanager
+    def _restored(self, call: str) -> Generator[None]:
+        with self._without_steps(call):
+            tensors = [*self._tensors.buckets, *self._tensors.statistics]
+            with torch.no_grad():
+                saved = [tensor.clone() for tensor in tensors]
+            try:
+                yield
+            finally:
+                with torch.no_grad():
+                    for tensor, before in zip(tensors, saved, strict=True):
+                        tensor.copy_(before)
+                self._guard.renew()
+
+    @contextlib.contextmanager
+    def _without_steps(self, call: str) -> Generator[None]:
+        """Drain, and refuse to take a step until the end."""
+        self._check_open()
+        self._check_unchanged()
+        self._mixer.drain()
+        outer, self._inside = self._inside, call
         try:
-            self._average_()
             yield
         finally:
-            with torch.no_grad():
-                for tensor, before in zip(tensors, saved, strict=True):
-                    tensor.copy_(before)
+            self._inside = outer
 
-    @torch.no_grad()
-    def consensus_distance(self) -> float:
-        """Return Ξ, with Ξ² = (1/n) Σ_i ‖x̄ − x_i‖², over all parameters. A collective call."""
-        self._mixer.wait()
-        squared = torch.zeros(1, dtype=torch.float64, device=self._tensors.buckets[0].device)
-        for flat in self._tensors.buckets:
-            mean = flat.float() if flat.element_size() == 2 else flat.clone()
-            self._transport.average_(mean)
-            squared += torch.linalg.vector_norm(mean.sub_(flat), dtype=torch.float64) ** 2
-        self._transport.average_(squared)
-        return float(squared.sqrt())
+    def _restart(self) -> None:
+        """Drop what was received; exchange what parameters are now."""
+        self._mixer.discard()
+        self._guard.check_trained()
+        self._guard.renew()
+        if self.num_steps > 0:
+            self._order.resume(self._mixer, self.schedule, self.num_steps)
+
+    # - Uneven inputs
+
+    @contextlib.contextmanager
+    def join(self) -> Generator[None]:
+        """Let ranks take different numbers of steps inside, as DDP's ``join`` does.
+
+        A collective call around the loop. A rank that has left its loop goes on to exchange and
+        mix, without updates of its own, until all ranks have left theirs; these steps count in
+        ``num_steps``. Every step tells all ranks who still trains, so no rank can be more than one
+        step ahead of the slowest.
+        """
+        self._check_open()
+        self._refuse_while_joining("join()")
+        self._joining = True
+        try:
+            yield
+            while self._count_training(training=False):
+                self._order.before_step(self._mixer)
+                self._finish_step()
+        finally:
+            self._joining = False
+
+    def _count_training(self, *, training: bool) -> int:
+        what = "every rank to say inside join() whether it still trains"
+        return sum(self._transport.begin_gather(int(training), what)())
+
+    def _refuse_while_joining(self, call: str) -> None:
+        if self._joining:
+            raise UserError(
+                f"inside join() ranks may be at different places, so they cannot meet in {call}; "
+                "call it after the loop"
+            )
+
+    # - State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what, with the model's and the optimizer's state, continues this run."""
+        self._check_open()
+        return {
+            "num_steps": self.num_steps,
+            "num_workers": self.num_workers,
+            "rank": self.rank,
+            "topology": self.schedule.name,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state, after the model and the optimizer have loaded theirs.
+
+        A collective call. Under awc the exchange that was in flight starts again, from the loaded
+        parameters. To load while training, wrap all three in ``drained(keep_changes=True)``.
+        """
+        self._check_open()
+        for field, ours in (("num_workers", self.num_workers), ("rank", self.rank)):
+            if state[field] != ours:
+                raise UserError(
+                    f"a state must be of this rank and number of workers, got {field} "
+                    f"{state[field]} where this gossip has {ours}; gossamer.Checkpoints resumes "
+                    "on another number of workers from the average"
+                )
+        if state["topology"] != self.schedule.name:
+            _log.warning("continuing a run on %s with %s", state["topology"], self.schedule.name)
+        with self._collective("load_state_dict()"):
+            steps = self._transport.begin_gather(state["num_steps"], "the loaded number of steps")()
+        if len(set(steps)) > 1:
+            raise UserError(
+                f"all ranks must load the state of one step, got steps {steps} on ranks 0 to "
+                f"{self.num_workers - 1}; choose a checkpoint that all of them have"
+            )
+        self.num_steps = state["num_steps"]
+        if not self._inside:  # or the end of drained() does it
+            self._restart()
+
+    # - The end
 
     def finalize(self) -> None:
         """End gossip and leave the exact average in every rank's model. A collective call."""
-        self._mixer.wait()
-        self._average_()
+        with self._collective("finalize()"):
+            self._average_()
         self.close()
 
     def close(self) -> None:
@@ -296,12 +446,108 @@ class Gossip:
         self._hooks = []
         try:
             self._mixer.close()
+            self._bulletin.leave(
+                "ended its gossip (where ranks have fewer batches than others, use join())"
+            )
             self._transport.close()
         finally:
+            self._bulletin.end()
             tensors, self._tensors = self._tensors, _Tensors()
             unflatten_(tensors.flattened)
             for parameter in tensors.trained:
-                delattr(parameter, _MARK)
+                delattr(parameter, parameters.MARK)
+
+    def _leave(self) -> None:
+        """At the end of a process that did not call close(): give peers what they wait for.
+
+        Also where an exception ends it, for a shorter time: a thread that is woken in Gloo while
+        the interpreter shuts down would abort the process.
+        """
+        raised = getattr(sys, "last_value", None)
+        self._bulletin.leave(
+            "ended without close()"
+            if raised is None
+            else f"raised {type(raised).__name__}: {raised}"
+        )
+        if self._mixer.state is State.IN_FLIGHT:
+            _log.warning("gossip was not closed; waiting for the exchange in flight")
+            waiter = threading.Thread(target=_drain_quietly, args=(self._mixer,), daemon=True)
+            waiter.start()
+            waiter.join(_EXIT_WAIT_S if raised is None else _EXIT_WAIT_AFTER_ERROR_S)
+        self._transport.keep_connections()
+
+    # - The step
+
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        _refuse_other_scaler()
+        if self._inside:
+            raise UserError(
+                f"optimizer.step() must come outside of {self._inside}, which puts parameters "
+                "back at its end; leave the block first"
+            )
+        if optimizer in self._stepped:
+            raise UserError(
+                f"each of the {len(self._optimizers)} optimizers must take one step before any "
+                "takes the next, got a second step of one; where they train in turns, give each "
+                "model its own decentralize()"
+            )
+        if not self._mixed:
+            self._guard.check_trained()
+            if self._joining:
+                self._count_training(training=True)
+            args, kwargs = _evaluate_closure(args, kwargs)
+            self._check_unchanged()
+            self._order.before_step(self._mixer)
+            self._mixed = True
+        elif _closure_of(args, kwargs) is not None:
+            raise UserError(
+                "with several optimizers gradients must be there before the first one's step, got "
+                "a closure for a later one; call backward() first and step() without a closure"
+            )
+        return args, kwargs
+
+    def _after_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self._stepped.append(optimizer)
+        if len(self._stepped) == len(self._optimizers):
+            self._finish_step()
+
+    def skip(self, optimizer: Optimizer) -> None:
+        """Count an optimizer's step as taken, though all ranks agreed to skip it."""
+        self._stepped.append(optimizer)
+        if len(self._stepped) == len(self._optimizers):
+            if self._mixed:
+                self._finish_step()
+            self._stepped = []
+
+    def _finish_step(self) -> None:
+        self._stepped, self._mixed = [], False
+        self._guard.renew()
+        self._order.after_step(self._mixer, self.schedule, self.num_steps)
+        self.num_steps += 1
+
+    def _check_unchanged(self) -> None:
+        if self._mixer.state is State.IN_FLIGHT:
+            self._guard.check_unchanged()
+
+    def _check_open(self) -> None:
+        if not self._tensors.buckets:
+            raise UserError("this gossip must be open, got one that was closed; decentralize again")
+
+    # - Averages
+
+    @contextlib.contextmanager
+    def _collective(self, call: str) -> Generator[None]:
+        """Make a call in which all ranks meet, with nothing on the wire."""
+        self._check_open()
+        self._refuse_while_joining(call)
+        self._check_unchanged()
+        self._mixer.drain()
+        with record_function(f"Gossip::{call}"), self._bulletin.calling(call):
+            yield
 
     @torch.no_grad()
     def _average_(self) -> None:
@@ -316,52 +562,12 @@ class Gossip:
             for buffer, part in zip(statistics, joined.split(sizes), strict=True):
                 buffer.copy_(part.view_as(buffer))
 
-    def _before_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        self._check_parameters(optimizer)
-        args, kwargs = _evaluate_closure(args, kwargs)
-        self._order.before_step(self._mixer)
-        return args, kwargs
-
-    def _after_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        self._order.after_step(self._mixer, self.schedule, self.num_steps)
-        self.num_steps += 1
-
-    def _leave(self) -> None:
-        """At the end of a process that did not call close(): give peers what they wait for.
-
-        Also where an exception ends it, for a shorter time: a thread that is woken in Gloo while
-        the interpreter shuts down would abort the process.
-        """
-        if self._mixer.in_flight:
-            raised = hasattr(sys, "last_value")
-            _log.warning("gossip was not closed; waiting for the exchange in flight")
-            waiter = threading.Thread(target=_wait_quietly, args=(self._mixer,), daemon=True)
-            waiter.start()
-            waiter.join(_EXIT_WAIT_AFTER_ERROR_S if raised else _EXIT_WAIT_S)
-        self._transport.keep_connections()
-
-    def _check_parameters(self, optimizer: Optimizer) -> None:
-        """Raise where parameters are trained that are not mixed: workers would drift apart."""
-        added = _count_parameters(optimizer) - self._num_parameters
-        unfrozen = sum(parameter.requires_grad for parameter in self._tensors.frozen)
-        if added or unfrozen:
-            raise UserError(
-                "parameters must be trainable and in the optimizer when decentralize() is called, "
-                f"got {unfrozen} unfrozen and {added} added since; close() this gossip and call "
-                "decentralize() again"
-            )
-
 
 def _evaluate_closure(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Run ``optimizer.step(closure)``'s closure now, so that gradients are those of unmixed x."""
-    optimizer, *rest = args
-    closure: Callable[[], Any] | None = rest[0] if rest else kwargs.get("closure")
+    closure = _closure_of(args, kwargs)
     if closure is None:
         return args, kwargs
     with torch.enable_grad():
@@ -375,15 +581,43 @@ def _evaluate_closure(
             )
         return losses.pop()
 
+    optimizer, *rest = args
     return (optimizer, *rest[1:]), {**kwargs, "closure": evaluated}
 
 
-def _wait_quietly(mixer: Mixer) -> None:
+def _closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    return args[1] if len(args) > 1 else kwargs.get("closure")
+
+
+def _refuse_other_scaler() -> None:
+    """Raise where torch's own GradScaler calls the step: ranks would skip steps each by itself."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is torch.amp.GradScaler.step.__code__:
+            if isinstance(frame.f_locals["self"], GradScaler):
+                return
+            raise UserError(
+                "a GradScaler must skip a step on all ranks or on none, got torch's, which looks "
+                "at this rank's gradients only; use gossamer.GradScaler(gossip)"
+            )
+        frame = frame.f_back
+
+
+def _drain_quietly(mixer: Mixer) -> None:
     with contextlib.suppress(ExchangeError):
-        mixer.wait()
+        mixer.drain()
 
 
-def _default_group() -> ProcessGroup:
+def _to_group(process_group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
+    if isinstance(process_group, DeviceMesh):
+        if process_group.ndim != 1:
+            raise UserError(
+                f"a mesh must have one dimension, got {process_group.ndim}; pass the part along "
+                "which replicas differ, as in mesh['replica']"
+            )
+        return process_group.get_group()
+    if process_group is not None:
+        return process_group
     if not dist.is_available() or not dist.is_initialized():
         raise UserError(
             "decentralize needs a process group, and none is initialized; call "
@@ -406,71 +640,11 @@ def _to_schedule(topology: str | Round | Schedule, num_workers: int) -> Schedule
     return schedule
 
 
-def _trained(model: nn.Module, optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters to mix, after all checks that need no communication."""
-    if isinstance(model, DistributedDataParallel):
-        raise UserError(
-            "decentralize takes the place of DistributedDataParallel, got a model wrapped in it; "
-            "pass the model itself"
-        )
-    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    known = {id(p) for p in named.values()}
-    held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    strangers = sum(id(p) not in known for p in held)
-    if not named or strangers:
-        raise UserError(
-            "the optimizer must hold parameters of the model, and the model trainable ones, got "
-            f"{strangers} foreign and {len(named)} trainable parameters; "
-            "build the optimizer from this model's parameters()"
-        )
-    if isinstance(optimizer, LBFGS):
-        raise UserError(
-            "an optimizer must take one gradient per step, got LBFGS, which evaluates the closure "
-            "again at points that other workers do not know; use SGD or Adam"
-        )
-    devices = sorted({str(p.device) for p in named.values()})
-    if len(devices) > 1:
-        raise UserError(
-            f"all parameters must be on one device, got {devices}; move the model to one of them"
-        )
-    addresses: set[int] = set()
-    for name, parameter in named.items():
-        _check_parameter(name, parameter, addresses)
-    return list(named.values())
-
-
-def _check_parameter(name: str, parameter: Tensor, addresses: set[int]) -> None:
-    if hasattr(parameter, _MARK):
-        raise UserError(
-            f"a parameter can gossip once, got {name}, which already does; close() the first gossip"
-        )
-    if isinstance(parameter, UninitializedParameter):
-        raise UserError(
-            f"parameters must have a shape, got {name}, which is not initialized; "
-            "run the model once before decentralize()"
-        )
-    if not is_dense(parameter):
-        raise UserError(
-            f"parameters must occupy their memory without gaps or overlap, got {name} with shape "
-            f"{tuple(parameter.shape)} and strides {parameter.stride()}; assign a contiguous copy"
-        )
-    if parameter.numel() and parameter.data_ptr() in addresses:
-        raise UserError(
-            f"tied parameters must be one object, got {name}, which shares the memory of another; "
-            "assign the parameter itself, as in a.weight = b.weight"
-        )
-    addresses.add(parameter.data_ptr())
-
-
-def _statistics(model: nn.Module) -> list[Tensor]:
-    """Return the running statistics of normalization layers."""
-    layers = (module for module in model.modules() if isinstance(module, _NormBase))
-    buffers = [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
-    return [buffer for buffer in buffers if buffer.is_floating_point()]
-
-
-def _count_parameters(optimizer: Optimizer) -> int:
-    return sum(len(group["params"]) for group in optimizer.param_groups)
+def _digest_of(schedule: Schedule) -> str:
+    """Return a short text that differs where rounds do, as far as all ranks compare them."""
+    num_rounds = min(schedule.period or _ROUNDS_COMPARED, _MOST_ROUNDS_WITH_GROUPS)
+    digests = "".join(schedule.round(step).digest for step in range(num_rounds))
+    return hashlib.blake2b(digests.encode(), digest_size=4).hexdigest()
 
 
 def _choose(table: dict[str, Any], name: str, what: str) -> Any:

@@ -1,78 +1,135 @@
-"""Mixing buckets with neighbours: start a round, finish it; owns everything in flight."""
+"""Mixing buckets with neighbours: start a round, finish it; owns everything in flight.
+
+start                drain
+idle ----------> in flight ----------> drained        nothing on the wire, not yet mixed
+^                  |                    |
++------------------+--------------------+           finish mixes, discard does not
+any of them ----------> broken                        a peer failed; every call raises that
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import enum
+import time
+from collections.abc import Callable, Generator, Sequence
 from typing import final
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from gossamer.gossip.transport import Exchange, ExchangeError, Transport
+from gossamer.gossip.bulletin import Bulletin, ExchangeError
+from gossamer.gossip.transport import Exchange, Transport
 from gossamer.topology import Round
+
+
+class State(enum.Enum):
+    """Where a mixer is between two rounds."""
+
+    IDLE = "idle"
+    IN_FLIGHT = "in flight"
+    DRAINED = "drained"
+    BROKEN = "broken"
 
 
 @final
 class Mixer:
     """x ← W x on the buckets of one rank, in two halves with computation between them.
 
-    Between ``start`` and ``finish`` the buckets are what is being sent and must not change. Buckets
-    that do change in the meantime (statistics that a forward pass updates) are sent as a copy; the
-    worker then keeps its weight on their current value. The only memory is an inbox per bucket,
-    and those copies. After a failure every further call raises it again: what is in the inboxes is
-    not to be used.
+    Between ``start`` and ``drain`` or ``finish`` the buckets are what is being sent and must not
+    change. Buckets that do change in the meantime (statistics that a forward pass updates) are sent
+    as a copy; the worker then keeps its weight on their current value. The only memory is an inbox
+    per bucket, and those copies. After a failure what is in the inboxes is not to be used.
 
     Args:
         buckets: what is mixed.
         transport: how it travels.
+        bulletin: where this rank notes its step and round.
         changing: buckets that are sent as a copy.
+        compares_rounds: whether all ranks compare each round, where nothing else makes it the same.
     """
 
     def __init__(
-        self, buckets: Sequence[Tensor], transport: Transport, changing: Sequence[Tensor] = ()
+        self,
+        buckets: Sequence[Tensor],
+        transport: Transport,
+        bulletin: Bulletin,
+        changing: Sequence[Tensor] = (),
+        *,
+        compares_rounds: bool = False,
     ) -> None:
-        self._transport = transport
+        self.state = State.IDLE
+        # - What is mixed
         self._targets = [*buckets, *changing]
         self._sources = [*buckets, *(torch.empty_like(bucket) for bucket in changing)]
         self._inboxes = [torch.empty_like(bucket) for bucket in self._targets]
+        # - How it travels
+        self._transport = transport
+        self._bulletin = bulletin
+        self._compares_rounds = compares_rounds
         self._in_flight: list[Exchange] = []
+        self._comparison: Callable[[], None] | None = None
         self._failure: ExchangeError | None = None
+        # - Time, in seconds so far
+        self.exposed_s = 0.0
+        """Spent waiting for exchanges."""
+        self.in_flight_s = 0.0
+        """Between the start of a round and the end of its wait."""
+        self._started_at = 0.0
 
-    @property
-    def in_flight(self) -> bool:
-        """Whether a round has been started and not finished."""
-        return bool(self._in_flight)
+    def start(self, round: Round, step: int) -> None:
+        """Begin to exchange all buckets; returns at once.
 
-    def start(self, round: Round) -> None:
-        """Begin to exchange all buckets; returns at once."""
-        assert not self._in_flight, "finish a round before the next one starts"
+        Args:
+            round: who mixes with whom.
+            step: the step that will finish it, for whoever asks why it failed.
+        """
         self._raise_failure()
-        with record_function("Mixer::start"), torch.no_grad():
+        assert self.state is State.IDLE, "finish a round before the next one starts"
+        self._bulletin.at(step, round.digest)
+        self._started_at = time.perf_counter()
+        with record_function("Mixer::start"), torch.no_grad(), self._breaking():
+            if self._compares_rounds:
+                self._comparison = self._transport.begin_comparison(round)
             for tag, (source, target) in enumerate(zip(self._sources, self._targets, strict=True)):
                 if source is not target:
                     source.copy_(target)
                 exchange = self._transport.begin(round, source, self._inboxes[tag], tag)
                 self._in_flight.append(exchange)
+        self.state = State.IN_FLIGHT
 
-    def wait(self) -> None:
+    def drain(self) -> None:
         """Wait until nothing is on the wire; the mixing itself is left to ``finish``."""
-        with record_function("Mixer::wait"):
-            for exchange in self._in_flight:
-                self._wait_for(exchange)
+        self._raise_failure()
+        if self.state is State.IN_FLIGHT:
+            with record_function("Mixer::drain"), self._breaking():
+                for exchange in self._in_flight:
+                    self._wait_for(exchange)
+                self._landed(State.DRAINED)
 
     def finish(self) -> None:
         """Wait for each bucket and mix it, in the order in which they were started."""
-        with record_function("Mixer::finish"), torch.no_grad():
+        self._raise_failure()
+        assert self.state in (State.IN_FLIGHT, State.DRAINED), f"nothing to finish: {self.state}"
+        with record_function("Mixer::finish"), torch.no_grad(), self._breaking():
             for tag, exchange in enumerate(self._in_flight):
-                self._wait_for(exchange)
+                if self.state is State.IN_FLIGHT:
+                    self._wait_for(exchange)
                 self._mix(tag, exchange)
+            self._landed(State.IDLE)
         self._in_flight = []
+
+    def discard(self) -> None:
+        """Wait until nothing is on the wire, and forget what was received."""
+        self.drain()
+        self.state, self._in_flight = State.IDLE, []
 
     def close(self) -> None:
         """Wait for what is in flight, and let go of all memory."""
         try:
-            self.wait()
+            if self.state is State.IN_FLIGHT:
+                self.drain()
         finally:
             self._in_flight, self._inboxes, self._sources, self._targets = [], [], [], []
 
@@ -89,13 +146,27 @@ class Mixer:
             target.sub_(source).mul_(own).add_(inbox)
 
     def _wait_for(self, exchange: Exchange) -> None:
-        self._raise_failure()
-        try:
-            exchange.wait()
-        except ExchangeError as error:
-            self._failure = error
-            raise
+        began = time.perf_counter()
+        if self._comparison is not None:
+            self._comparison()
+            self._comparison = None
+        self._transport.wait_for(exchange)
+        self.exposed_s += time.perf_counter() - began
+
+    def _landed(self, state: State) -> None:
+        if self.state is State.IN_FLIGHT:
+            self.in_flight_s += time.perf_counter() - self._started_at
+        self.state = state
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
             raise self._failure
+
+    @contextlib.contextmanager
+    def _breaking(self) -> Generator[None]:
+        """Remember a failure: after it, every further call raises it again."""
+        try:
+            yield
+        except ExchangeError as error:
+            self.state, self._failure = State.BROKEN, error
+            raise

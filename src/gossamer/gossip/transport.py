@@ -23,7 +23,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import lru_cache, partial
 from queue import SimpleQueue
 from typing import Any, cast, final
@@ -35,14 +34,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ProcessGroupGloo, Work
 from torch.distributed.distributed_c10d import PrefixStore
 
+from gossamer.gossip.bulletin import Bulletin, ExchangeError
 from gossamer.topology import Round
 
 _SMALLEST_REDUCED = 3
 """Groups of two exchange one message each way: the same bytes as an all-reduce, in one trip."""
-
-
-class ExchangeError(RuntimeError):
-    """An exchange did not complete: a peer is late, gone, or out of step."""
 
 
 @final
@@ -90,10 +86,11 @@ class Transport:
     """Exchanges tensors with neighbours on behalf of one rank.
 
     Args:
-        process_group: gives rank, size and store; nothing is sent on it.
+        process_group: the ranks that take part; nothing is sent on it.
+        bulletin: the group's store, and who explains what fails; its timeout is how long a message
+            or all-reduce may take, from when it is begun.
         device: where the tensors live. CPU tensors travel over Gloo, others over the group's
             own backend.
-        timeout: how long a message or all-reduce may take, from when it is begun.
         rounds: rounds whose groups get process groups of their own to all-reduce on, now. Others
             run as messages, except where all ranks form one group.
     """
@@ -101,19 +98,19 @@ class Transport:
     def __init__(
         self,
         process_group: ProcessGroup,
+        bulletin: Bulletin,
         device: torch.device,
         *,
-        timeout: timedelta,
         rounds: Iterable[Round] = (),
     ) -> None:
         self.rank, self.size = process_group.rank(), process_group.size()
         self.bytes_sent = 0
         self.messages_sent = 0
+        self._device = device
         self._on_cpu = device.type == "cpu"
-        self._timeout = timeout
+        self._bulletin = bulletin
         # - Process groups, opened now and in one order on all ranks, because opening waits
         self._base = process_group
-        self._store = _private_store(process_group)
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}
         self._everyone = tuple(range(self.size))
         for members in (self._everyone, *(self._group_in(round) for round in rounds)):
@@ -144,19 +141,62 @@ class Transport:
         wait = self._begin_sum(plan.reduced_with, inbox, f"the average of bucket {tag}")
         return Exchange(plan.self_weight, includes_self=True, waits=[wait])
 
+    def wait_for(self, exchange: Exchange) -> None:
+        """Return when the exchange's inbox is filled and its source may change again."""
+        with self._bulletin.blocked():
+            exchange.wait()
+
     def average_(self, tensor: Tensor) -> None:
         """Replace the tensor by its mean over all ranks; 16-bit numbers are summed in 32 bits."""
         wide = tensor.float() if tensor.element_size() == 2 else tensor
-        self._begin_sum(self._everyone, wide.div_(self.size), "an average")()
+        wait = self._begin_sum(self._everyone, wide.div_(self.size), "an average")
+        with self._bulletin.blocked():
+            wait()
         if wide is not tensor:
             tensor.copy_(wide)
+
+    def begin_gather(self, value: int, what: str) -> Callable[[], list[int]]:
+        """Begin to collect a number from every rank; return the function that waits for them.
+
+        Args:
+            value: this rank's number.
+            what: what the numbers are, for the error where a rank does not give its own.
+        """
+        values = torch.zeros(self.size, dtype=torch.int64, device=self._device)
+        values[self.rank] = value
+        wait = self._begin_sum(self._everyone, values, what)
+
+        def collect() -> list[int]:
+            with self._bulletin.blocked():
+                wait()
+            return values.tolist()
+
+        return collect
+
+    def begin_comparison(self, round: Round) -> Callable[[], None]:
+        """Begin to compare a round across ranks; return the function that raises a difference."""
+        collect = self.begin_gather(int(round.digest[:15], 16), "the digest of a round")
+
+        def compare() -> None:
+            digests = collect()
+            others = [rank for rank, digest in enumerate(digests) if digest != digests[self.rank]]
+            if others:
+                raise ExchangeError(
+                    "all ranks must mix with the same round, but ranks "
+                    f"{', '.join(map(str, others))} have another one than rank {self.rank}; "
+                    "a schedule's rounds must depend on the step alone"
+                )
+
+        return compare
 
     def broadcast_(self, tensor: Tensor) -> None:
         """Replace the tensor by rank 0's."""
         received = tensor.detach().clone(memory_format=torch.contiguous_format)
         as_bytes = received.view(-1).view(torch.uint8)  # any dtype travels as bytes
         group = self._groups[self._everyone]
-        self._post(lambda: group.broadcast([as_bytes]), "what rank 0 broadcasts")()
+        wait = self._post(lambda: group.broadcast([as_bytes]), "what rank 0 broadcasts", (0,))
+        with self._bulletin.blocked():
+            wait()
         tensor.detach().copy_(received)
 
     def close(self) -> None:
@@ -207,7 +247,7 @@ class Transport:
 
         def collect() -> None:
             for work in works:
-                self._wait(work, f"bucket {tag}")
+                self._wait(work, f"bucket {tag}", tuple(plan.senders))
             for other, share in zip(inboxes[1:], plan.shares[1:], strict=True):
                 inbox.lerp_(other, share)
 
@@ -216,13 +256,13 @@ class Transport:
     def _receive(self, target: Tensor, sender: int, tag: int) -> Callable[[], None]:
         group = self._groups[self._everyone]
         what = f"bucket {tag} from rank {sender}"
-        return self._post(lambda: group.recv([target], sender, tag), what)
+        return self._post(lambda: group.recv([target], sender, tag), what, (sender,))
 
     def _send(self, source: Tensor, receiver: int, tag: int) -> Callable[[], None]:
         group = self._groups[self._everyone]
         self._count(1, source.nbytes)
         what = f"rank {receiver} to take bucket {tag}"
-        return self._post(lambda: group.send([source], receiver, tag), what)
+        return self._post(lambda: group.send([source], receiver, tag), what, (receiver,))
 
     def _begin_sum(self, members: tuple[int, ...], tensor: Tensor, what: str) -> Callable[[], None]:
         size = len(members)
@@ -230,29 +270,28 @@ class Transport:
             return lambda: None
         group = self._groups[members]
         self._count(2 * (size - 1), 2 * (size - 1) * tensor.nbytes // size)
-        return self._post(lambda: group.allreduce([tensor]), f"{what} over ranks {members}")
+        others = tuple(member for member in members if member != self.rank)
+        what = f"{what} over all ranks" if members == self._everyone else f"{what} over {members}"
+        return self._post(lambda: group.allreduce([tensor]), what, others)
 
-    def _post(self, begin: Callable[[], Work], what: str) -> Callable[[], None]:
+    def _post(
+        self, begin: Callable[[], Work], what: str, peers: tuple[int, ...]
+    ) -> Callable[[], None]:
         """Begin a piece of work; return the function that waits for it."""
         try:
             work = begin()
         except RuntimeError as error:
-            raise self._failure(what, error) from error
-        return partial(self._wait, work, what)
+            raise self._bulletin.failure(what, peers, error) from error
+        return partial(self._wait, work, what, peers)
 
-    def _wait(self, work: Work, what: str) -> None:
+    def _wait(self, work: Work, what: str, peers: tuple[int, ...]) -> None:
+        self._bulletin.awaits(what, peers)
         try:
             # On a device, waiting orders streams and must not block the host; there NCCL's own
             # watchdog keeps the time.
-            work.wait(self._timeout) if self._on_cpu else work.wait()
+            work.wait(self._bulletin.timeout) if self._on_cpu else work.wait()
         except RuntimeError as error:
-            raise self._failure(what, error) from error
-
-    def _failure(self, what: str, error: RuntimeError) -> ExchangeError:
-        return ExchangeError(
-            f"rank {self.rank} waited for {what}, at most {self._timeout}, and failed: {error}; "
-            "look for the rank that stopped first, or allow a longer timeout"
-        )
+            raise self._bulletin.failure(what, peers, error) from error
 
     def _count(self, messages: int, num_bytes: int) -> None:
         self.messages_sent += messages
@@ -289,21 +328,25 @@ class Transport:
     def _open_group(self, members: tuple[int, ...]) -> None:
         if members in self._groups:
             return
+        others = tuple(member for member in members if member != self.rank)
+        try:
+            # A backend by itself has the methods that we call.
+            self._groups[members] = cast(ProcessGroup, self._connect(members))
+        except RuntimeError as error:
+            raise self._bulletin.failure("connections", others, error) from error
+
+    def _connect(self, members: tuple[int, ...]) -> object:
         if self._on_cpu:
             name = hashlib.blake2b(str(members).encode(), digest_size=8).hexdigest()
-            store = PrefixStore(name, self._store)
+            store = PrefixStore(name, self._bulletin.store)
             rank, size = members.index(self.rank), len(members)
-            group = ProcessGroupGloo(store, rank, size, self._timeout)
-        else:
-            ranks = [dist.get_global_rank(self._base, member) for member in members]
-            group = dist.new_group(
-                ranks,
-                timeout=self._timeout,
-                backend=dist.get_backend(self._base),
-                use_local_synchronization=True,
-            )
-        # A backend by itself has the methods that we call.
-        self._groups[members] = cast(ProcessGroup, group)
+            return ProcessGroupGloo(store, rank, size, self._bulletin.timeout)
+        return dist.new_group(
+            [dist.get_global_rank(self._base, member) for member in members],
+            timeout=self._bulletin.timeout,
+            backend=dist.get_backend(self._base),
+            use_local_synchronization=True,
+        )
 
 
 @final
@@ -348,17 +391,6 @@ def _run_tasks(tasks: SimpleQueue[tuple[Callable[[], None], Future[None]] | None
 
 def _messages(plan: _Plan, waits: Iterable[Callable[[], object]]) -> Exchange:
     return Exchange(plan.self_weight, includes_self=False, waits=waits)
-
-
-def _private_store(process_group: ProcessGroup) -> PrefixStore:
-    """Return a part of the group's store that no other transport uses.
-
-    Opening a transport is a collective call, so its number among those that this rank has opened
-    is the same on all ranks.
-    """
-    store = process_group.get_group_store()
-    serial = store.add(f"gossamer/opened/{process_group.rank()}", 1)
-    return PrefixStore(f"gossamer/{serial}", store)
 
 
 def _p2p(operation: Callable[..., Any], tensor: Tensor, peer: int, group: ProcessGroup) -> Any:

@@ -1,0 +1,397 @@
+"""What ranks tell each other through the store: that they agree, where they are, why they stopped.
+
+The store is the side channel: it works before anything has been sent, and after a connection is
+lost. Nothing here costs anything while training goes well.
+
+Note [Finding the cause]
+With Gloo a wait that times out breaks every connection of its rank, so one failure becomes many,
+and the peer that an error names may be healthy. Therefore each rank posts a notice: when it fails,
+when it ends, and when it has been blocked for a while. A notice names the ranks that its author
+waited for. From a rank's own notice one follows these names until a rank that posted none, which is
+the one that is gone or stalled, or until a notice that explains itself: an exception, an end, a
+call that not all ranks made, another round at the same step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import re
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar, final
+
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import PrefixStore
+
+from gossamer.errors import UserError
+
+_log = logging.getLogger(__name__)
+
+_SEARCH_S = 4.0
+"""How long a failing rank looks for the cause, or half its timeout. The store may not answer."""
+
+_BLOCKED_S = 10.0
+"""After how long a blocked rank posts a notice and logs a warning; less for a short timeout."""
+
+_MOST_DIFFERENCES = 3
+
+Answer = TypeVar("Answer")
+
+
+class ExchangeError(RuntimeError):
+    """An exchange did not complete: a peer is late, gone, or out of step.
+
+    Args:
+        message: what this rank waited for, and the cause.
+        culprit: the rank that stopped first, where that is known.
+    """
+
+    def __init__(self, message: str, culprit: int | None = None) -> None:
+        super().__init__(message)
+        self.culprit = culprit
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notice:
+    """What one rank says about itself."""
+
+    rank: int
+    step: int
+    what: str
+    """What it waited for or did."""
+
+    peers: tuple[int, ...] = ()
+    """The ranks that could have ended the wait; none where the notice explains itself."""
+
+    round: str = ""
+    """Digest of the round that it was mixing with."""
+
+    call: str = ""
+    """The collective call that it was in."""
+
+    final: bool = False
+    """Whether it will not go on, and is not only blocked."""
+
+
+class _Cause(NamedTuple):
+    text: str
+    culprit: int | None
+
+
+_NO_ANSWER = _Cause(
+    "the cause is not known, because the store does not answer: the process that holds it, often "
+    "rank 0, is gone or stalled",
+    None,
+)
+
+
+@final
+class Bulletin:
+    """One rank's view of the notices of a group.
+
+    Args:
+        process_group: gives rank, size and store.
+        timeout: how long ranks wait for each other.
+    """
+
+    def __init__(self, process_group: ProcessGroup, timeout: timedelta) -> None:
+        self.rank, self.size = process_group.rank(), process_group.size()
+        self.timeout = timeout
+        self.store = _private_store(process_group)
+        # - Where this rank is
+        self._place = Notice(rank=self.rank, step=0, what="")
+        self._awaited: tuple[str, tuple[int, ...]] = ("", ())
+        self._blocked_since: float | None = None
+        # - Once something went wrong
+        self._search_s = min(_SEARCH_S, timeout.total_seconds() / 2)
+        self._lock = threading.Lock()
+        self._failure: ExchangeError | None = None
+        self._ended = threading.Event()
+
+    # - Start
+
+    def agree(self, facts: dict[str, str]) -> None:
+        """Raise, on all ranks, where these are not the same on all ranks.
+
+        Rank 0 shows its facts, the others say where theirs differ, rank 0 collects that: each rank
+        reads one text and writes one, however many there are.
+        """
+        if self.rank == 0:
+            self.store.set("facts", json.dumps(facts))
+            self._conclude(self._collect_differences())
+        else:
+            shown = self._read("facts", "rank 0 to call decentralize()")
+            self.store.set(f"differs/{self.rank}", json.dumps(_differences(facts, shown)))
+        self._raise_conclusion()
+
+    def decline(self, error: Exception) -> None:
+        """Tell the others that this rank cannot start, so that they do not wait for it."""
+        reason = f"rank {self.rank} could not start: {error}"
+        if self.rank == 0:
+            self.store.set("facts", json.dumps({}))
+            self._conclude([reason])
+        else:
+            self.store.set(f"differs/{self.rank}", json.dumps({"": [reason, ""]}))
+
+    def _collect_differences(self) -> list[str]:
+        """Return what is not the same, in words; a rank that does not answer is a difference."""
+        ranks_by_difference: dict[tuple[str, str, str], list[int]] = {}
+        reasons: list[str] = []
+        deadline = time.monotonic() + self.timeout.total_seconds()
+        for rank in range(1, self.size):
+            left = timedelta(seconds=max(deadline - time.monotonic(), 0.01))
+            try:
+                differences = self._read(f"differs/{rank}", "", left)
+            except ExchangeError:
+                reasons.append(f"rank {rank} did not call decentralize() within {self.timeout}")
+                continue
+            for field, (theirs, ours) in differences.items():
+                if field:
+                    ranks_by_difference.setdefault((field, theirs, ours), []).append(rank)
+                else:
+                    reasons.append(theirs)
+        for (field, theirs, ours), ranks in ranks_by_difference.items():
+            reasons.append(f"{field} is {ours} on rank 0 and {theirs} on {_name(ranks)}")
+        return reasons
+
+    def _conclude(self, reasons: list[str]) -> None:
+        self.store.set("conclusion", json.dumps(reasons))
+
+    def _raise_conclusion(self) -> None:
+        # Rank 0 waits as long for the others as they for it, and then has yet to say so.
+        patience = 2 * self.timeout + timedelta(seconds=_SEARCH_S)
+        reasons = self._read("conclusion", "rank 0 to compare all ranks", patience)
+        if reasons:
+            shown = reasons[:_MOST_DIFFERENCES]
+            more = len(reasons) - len(shown)
+            raise UserError(
+                "all ranks must call decentralize() with the same model and arguments, but "
+                + "; ".join(shown)
+                + (f"; and {more} more" if more else "")
+            )
+
+    def _read(self, key: str, what: str, timeout: timedelta | None = None) -> Any:
+        try:
+            self.store.wait([key], timeout or self.timeout)
+            return json.loads(self.store.get(key))
+        except RuntimeError as error:
+            raise ExchangeError(
+                f"rank {self.rank} waited for {what}, at most {timeout or self.timeout}, and "
+                f"failed: {error}; look for a rank that stopped, or allow a longer timeout"
+            ) from error
+
+    # - Where this rank is
+
+    def at(self, step: int, round: str) -> None:
+        """Note the step, and the digest of the round that it mixes with."""
+        self._place = replace(self._place, step=step, round=round)
+
+    @contextlib.contextmanager
+    def calling(self, call: str) -> Generator[None]:
+        """Note a collective call, which fails where a rank makes it alone."""
+        self._place = replace(self._place, call=call)
+        with contextlib.suppress(RuntimeError):  # a store that is gone stops no healthy ranks
+            self.store.set(f"call/{self.rank}", f"{call} {self._place.step}")
+        try:
+            yield
+        finally:
+            self._place = replace(self._place, call="")
+
+    def awaits(self, what: str, peers: tuple[int, ...]) -> None:
+        """Note what is waited for next, on any thread, and who could end that wait."""
+        self._awaited = what, peers
+
+    @contextlib.contextmanager
+    def blocked(self) -> Generator[None]:
+        """Note that training stands still in the meantime."""
+        self._blocked_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._blocked_since = None
+
+    def watch(self) -> None:
+        """Post a notice and log a warning, from a thread, whenever this rank is long blocked."""
+        seconds = min(_BLOCKED_S, self.timeout.total_seconds() / 4)
+        threading.Thread(
+            target=self._watch, args=(seconds,), name="gossamer-watch", daemon=True
+        ).start()
+
+    def _watch(self, seconds: float) -> None:
+        reported: float | None = None
+        while not self._ended.wait(seconds / 2):
+            since = self._blocked_since
+            if since == reported:
+                continue
+            # Whoever fails will say that the store is gone, if it is.
+            with contextlib.suppress(RuntimeError), self._lock:
+                if self._failure is not None:
+                    return
+                if since is not None and time.monotonic() - since >= seconds:
+                    what, peers = self._awaited
+                    notice = replace(self._place, what=what, peers=peers)
+                    reported = since
+                    _log.warning("%s, for %.0f s so far", _describe(notice), seconds)
+                    self._post(notice)
+                elif reported is not None:
+                    reported = None
+                    self.store.set(f"notice/{self.rank}", "")  # it went on
+
+    def end(self) -> None:
+        """End the watching thread."""
+        self._ended.set()
+
+    # - Failures; see Note [Finding the cause]
+
+    def failure(self, what: str, peers: tuple[int, ...], error: RuntimeError) -> ExchangeError:
+        """Return the error to raise where a wait failed.
+
+        The first one stays: what fails after it fails because of it.
+        """
+        with self._lock:
+            if self._failure is None:
+                own = replace(self._place, what=what, peers=peers, final=True)
+                lost = not re.search("timed? ?out", str(error), re.IGNORECASE)
+                cause, culprit = _within(
+                    self._search_s, lambda: self._find_cause(own, lost), _NO_ANSWER
+                )
+                self._failure = ExchangeError(
+                    f"{_describe(own)}, and failed: {cause} "
+                    f"[timeout {self.timeout}; {str(error).strip()}]",
+                    culprit,
+                )
+            return self._failure
+
+    def leave(self, reason: str) -> None:
+        """Tell the others why this rank ends before they do."""
+        if self._failure is None:
+            notice = Notice(rank=self.rank, step=self._place.step, what=reason, final=True)
+            _within(self._search_s, lambda: self._post(notice), None)
+
+    def _post(self, notice: Notice) -> None:
+        self.store.set(f"notice/{self.rank}", json.dumps(asdict(notice)))
+
+    def _find_cause(self, own: Notice, lost: bool) -> _Cause:
+        """Follow notices from our own; return the cause, and the rank to blame for it.
+
+        Args:
+            own: what this rank posts.
+            lost: whether a connection was lost, and not a time exceeded: then the peer has ended,
+                and a notice that it posted while it was blocked does not explain that.
+        """
+        self._post(own)
+        seen = [own]
+        while True:
+            notice = seen[-1]
+            if not notice.peers:
+                return _Cause(
+                    f"rank {notice.rank} {notice.what} at step {notice.step}", notice.rank
+                )
+            if notice.call:
+                return self._explain_call(notice)
+            peer, found = self._next_notice(notice.peers, final=lost and notice is own)
+            if found is None:
+                return _Cause(f"rank {peer} {'is gone' if lost else 'is stalled or gone'}", peer)
+            if found.round and found.round != notice.round and found.step == notice.step:
+                ranks = _name([notice.rank, peer])
+                return _Cause(f"{ranks} mix with different rounds at step {notice.step}", peer)
+            if found in seen:
+                last = min(seen, key=lambda n: n.step)
+                return _Cause(f"rank {last.rank} is behind, at step {last.step}", last.rank)
+            seen.append(found)
+
+    def _explain_call(self, notice: Notice) -> _Cause:
+        """A collective call failed: somebody was not in it, or is gone."""
+        same = f"{notice.call} {notice.step}"
+        absent = [rank for rank in notice.peers if self._get(f"call/{rank}") != same]
+        for rank in absent or notice.peers:
+            found = self._find_notice(rank)
+            if found is not None and not found.peers:
+                return _end_of(found)
+        if absent:
+            return _Cause(
+                f"rank {notice.rank} called {notice.call} at step {notice.step}, and "
+                f"{_name(absent)} did not, or went away; every rank must make this call",
+                absent[0] if len(absent) == 1 else notice.rank,
+            )
+        return _Cause(f"one of {_name(notice.peers)} went away in {notice.call}", None)
+
+    def _next_notice(self, peers: Sequence[int], *, final: bool) -> tuple[int, Notice | None]:
+        """Return the peer that explains most: one that ended, one without a notice, any other."""
+        deadline = time.monotonic() + self._search_s / 4
+        while True:
+            notices = {peer: self._find_notice(peer) for peer in peers}
+            silent = [p for p, n in notices.items() if n is None or (final and not n.final)]
+            ended = [p for p, n in notices.items() if n is not None and not n.peers]
+            if ended or not silent or time.monotonic() >= deadline:
+                peer = (ended or silent or [*peers])[0]
+                return peer, None if peer in silent else notices[peer]
+            time.sleep(0.02)
+
+    def _find_notice(self, rank: int) -> Notice | None:
+        text = self._get(f"notice/{rank}")
+        if not text:
+            return None
+        notice = Notice(**json.loads(text))
+        return replace(notice, peers=tuple(notice.peers))  # a list in JSON
+
+    def _get(self, key: str) -> str:
+        return self.store.get(key).decode() if self.store.check([key]) else ""
+
+
+def _private_store(process_group: ProcessGroup) -> PrefixStore:
+    """Return a part of the group's store that no other gossip uses.
+
+    Starting one is a collective call, so its number among those that this rank has started is the
+    same on all ranks.
+    """
+    store = process_group.get_group_store()
+    serial = store.add(f"gossamer/opened/{process_group.rank()}", 1)
+    return PrefixStore(f"gossamer/{serial}", store)
+
+
+def _differences(ours: dict[str, str], theirs: dict[str, str]) -> dict[str, tuple[str, str]]:
+    fields = {**theirs, **ours}
+    pairs = {field: (ours.get(field, "absent"), theirs.get(field, "absent")) for field in fields}
+    return {field: (a, b) for field, (a, b) in pairs.items() if a != b}
+
+
+def _describe(notice: Notice) -> str:
+    during = f" in {notice.call}" if notice.call else ""
+    return f"rank {notice.rank} at step {notice.step}{during} waits for {notice.what}"
+
+
+def _end_of(notice: Notice) -> _Cause:
+    return _Cause(f"rank {notice.rank} {notice.what} at step {notice.step}", notice.rank)
+
+
+def _name(ranks: Sequence[int]) -> str:
+    """Name ranks, as in "rank 3" or "ranks 1, 2".
+
+    >>> _name([1, 2])
+    'ranks 1, 2'
+    """
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _within(seconds: float, ask: Callable[[], Answer], otherwise: Answer) -> Answer:
+    """Return the answer, or the other one where asking fails or takes longer.
+
+    On a thread: a store whose process is stopped does not answer, and has no timeout of its own.
+    """
+    answers: list[Answer] = []
+
+    def run() -> None:
+        with contextlib.suppress(RuntimeError):
+            answers.append(ask())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return answers[0] if answers else otherwise

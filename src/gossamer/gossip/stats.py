@@ -1,0 +1,52 @@
+"""What a gossip has cost so far."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Protocol, final
+
+
+class ScalarWriter(Protocol):
+    """What takes scalars, such as ``torch.utils.tensorboard.SummaryWriter``."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        """Record one number."""
+        ...
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """Totals of one rank since ``decentralize``.
+
+    Times are the host's: on a device whose work is queued they do not say when it was done.
+    """
+
+    num_steps: int
+    bytes_sent: int
+    messages_sent: int
+    exposed_s: float
+    """Time that training stood still for an exchange."""
+
+    in_flight_s: float
+    """Time between the start of exchanges and the end of the wait for them."""
+
+    @property
+    def exposed_per_step_s(self) -> float:
+        """Return how long a step waits for its exchange, on average."""
+        return self.exposed_s / max(self.num_steps, 1)
+
+    @property
+    def overlap(self) -> float:
+        """Return the share of the time in flight in which this rank computed, from 0 to 1."""
+        return 1 - self.exposed_s / self.in_flight_s if self.in_flight_s else 1.0
+
+    def write_to(self, writer: ScalarWriter) -> None:
+        """Give every number to a TensorBoard writer, under ``gossip/``."""
+        scalars = {
+            **asdict(self),
+            "exposed_per_step_s": self.exposed_per_step_s,
+            "overlap": self.overlap,
+        }
+        for name, value in scalars.items():
+            writer.add_scalar(f"gossip/{name}", value, self.num_steps)
