@@ -35,8 +35,11 @@ _log = logging.getLogger(__name__)
 _SEARCH_S = 4.0
 """How long a failing rank looks for the cause, or half its timeout. The store may not answer."""
 
-_BLOCKED_S = 10.0
-"""After how long a blocked rank posts a notice and logs a warning; less for a short timeout."""
+_BLOCKED_S = 1.0
+"""After how long a blocked rank posts a notice: less than a failing one looks for it."""
+
+_WARN_S = 10.0
+"""After how long a blocked rank logs a warning."""
 
 _MOST_DIFFERENCES = 3
 
@@ -113,6 +116,7 @@ class Bulletin:
         self._lock = threading.Lock()
         self._failure: ExchangeError | None = None
         self._ended = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="gossamer-watch", daemon=True)
 
     # - Start
 
@@ -217,35 +221,36 @@ class Bulletin:
             self._blocked_since = None
 
     def watch(self) -> None:
-        """Post a notice and log a warning, from a thread, whenever this rank is long blocked."""
-        seconds = min(_BLOCKED_S, self.timeout.total_seconds() / 4)
-        threading.Thread(
-            target=self._watch, args=(seconds,), name="gossamer-watch", daemon=True
-        ).start()
+        """Start the thread that posts a notice whenever this rank has been blocked for a while."""
+        self._watcher.start()
 
-    def _watch(self, seconds: float) -> None:
-        reported: float | None = None
-        while not self._ended.wait(seconds / 2):
-            since = self._blocked_since
-            if since == reported:
-                continue
+    def _watch(self) -> None:
+        limit = min(_BLOCKED_S, self._search_s / 4)
+        posted = warned = 0.0
+        while not self._ended.wait(limit / 2):
+            since = self._blocked_since or 0.0
+            blocked = time.monotonic() - since if since else 0.0
+            what, peers = self._awaited
+            notice = replace(self._place, what=what, peers=peers)
             # Whoever fails will say that the store is gone, if it is.
             with contextlib.suppress(RuntimeError), self._lock:
                 if self._failure is not None:
                     return
-                if since is not None and time.monotonic() - since >= seconds:
-                    what, peers = self._awaited
-                    notice = replace(self._place, what=what, peers=peers)
-                    reported = since
-                    _log.warning("%s, for %.0f s so far", _describe(notice), seconds)
+                if blocked > limit and posted != since:
+                    posted = since
                     self._post(notice)
-                elif reported is not None:
-                    reported = None
+                elif posted and posted != since:
+                    posted = 0.0
                     self.store.set(f"notice/{self.rank}", "")  # it went on
+            if blocked > _WARN_S and warned != since:
+                warned = since
+                _log.warning("%s, for %.0f s so far", _describe(notice), blocked)
 
     def end(self) -> None:
-        """End the watching thread."""
+        """End the watching thread, where the store lets it."""
         self._ended.set()
+        if self._watcher.is_alive():
+            self._watcher.join(self._search_s)
 
     # - Failures; see Note [Finding the cause]
 
@@ -262,9 +267,7 @@ class Bulletin:
                     self._search_s, lambda: self._find_cause(own, lost), _NO_ANSWER
                 )
                 self._failure = ExchangeError(
-                    f"{_describe(own)}, and failed: {cause} "
-                    f"[timeout {self.timeout}; {str(error).strip()}]",
-                    culprit,
+                    f"{_describe(own)}, and failed: {cause} (timeout {self.timeout})", culprit
                 )
             return self._failure
 
@@ -297,7 +300,8 @@ class Bulletin:
                 return self._explain_call(notice)
             peer, found = self._next_notice(notice.peers, final=lost and notice is own)
             if found is None:
-                return _Cause(f"rank {peer} {'is gone' if lost else 'is stalled or gone'}", peer)
+                saw_it_go = lost and len(seen) == 1
+                return _Cause(f"rank {peer} is {'gone' if saw_it_go else 'gone or stalled'}", peer)
             if found.round and found.round != notice.round and found.step == notice.step:
                 ranks = _name([notice.rank, peer])
                 return _Cause(f"{ranks} mix with different rounds at step {notice.step}", peer)
@@ -324,14 +328,15 @@ class Bulletin:
 
     def _next_notice(self, peers: Sequence[int], *, final: bool) -> tuple[int, Notice | None]:
         """Return the peer that explains most: one that ended, one without a notice, any other."""
-        deadline = time.monotonic() + self._search_s / 4
+        deadline = time.monotonic() + self._search_s / 2
         while True:
             notices = {peer: self._find_notice(peer) for peer in peers}
-            silent = [p for p, n in notices.items() if n is None or (final and not n.final)]
             ended = [p for p, n in notices.items() if n is not None and not n.peers]
-            if ended or not silent or time.monotonic() >= deadline:
-                peer = (ended or silent or [*peers])[0]
-                return peer, None if peer in silent else notices[peer]
+            absent = [p for p, n in notices.items() if n is None]
+            blocked = [p for p, n in notices.items() if n is not None and final and not n.final]
+            if ended or not (absent or blocked) or time.monotonic() >= deadline:
+                peer = (ended or absent or blocked or [*peers])[0]
+                return peer, None if peer in absent + blocked else notices[peer]
             time.sleep(0.02)
 
     def _find_notice(self, rank: int) -> Notice | None:

@@ -440,7 +440,6 @@ class Gossip:
 
         Parameters stay as they are, in storage of their own again.
         """
-        atexit.unregister(self._leave)
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -449,7 +448,9 @@ class Gossip:
             self._bulletin.leave(
                 "ended its gossip (where ranks have fewer batches than others, use join())"
             )
-            self._transport.close()
+            if self._mixer.state is not State.BROKEN:
+                atexit.unregister(self._leave)
+                self._transport.close()
         finally:
             self._bulletin.end()
             tensors, self._tensors = self._tensors, _Tensors()
@@ -458,23 +459,18 @@ class Gossip:
                 delattr(parameter, parameters.MARK)
 
     def _leave(self) -> None:
-        """At the end of a process that did not call close(): give peers what they wait for.
-
-        Also where an exception ends it, for a shorter time: a thread that is woken in Gloo while
-        the interpreter shuts down would abort the process.
-        """
+        """At the end of a process: give peers what they wait for, and say why there is no more."""
         raised = getattr(sys, "last_value", None)
-        self._bulletin.leave(
-            "ended without close()"
-            if raised is None
-            else f"raised {type(raised).__name__}: {raised}"
-        )
+        self._bulletin.leave("ended without close()" if raised is None else f"raised {raised!r}")
+        self._bulletin.end()
         if self._mixer.state is State.IN_FLIGHT:
             _log.warning("gossip was not closed; waiting for the exchange in flight")
             waiter = threading.Thread(target=_drain_quietly, args=(self._mixer,), daemon=True)
             waiter.start()
             waiter.join(_EXIT_WAIT_S if raised is None else _EXIT_WAIT_AFTER_ERROR_S)
-        self._transport.keep_connections()
+        # Each rank after another time: while one ends, the others still wait for its end.
+        share = (1 + self.rank) / self.num_workers
+        self._transport.abandon(share * _EXIT_WAIT_AFTER_ERROR_S)
 
     # - The step
 

@@ -21,6 +21,7 @@ import hashlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -209,14 +210,16 @@ class Transport:
                 dist.destroy_process_group(group)
         self._groups.clear()
 
-    def keep_connections(self) -> None:
-        """Keep all connections until the process is gone, whatever the interpreter lets go of.
+    def abandon(self, seconds: float) -> None:
+        """Let the process end, or go on without this transport, though peers have failed it.
 
-        A thread that waits in Gloo while the interpreter shuts down must not be woken by its
-        group's end: it would abort the process.
+        A thread that waits in Gloo would abort the process if it were woken while the interpreter
+        shuts down, by a peer's end or by that of its own group. So it gets time to be woken before,
+        and all connections stay until the process is gone, whatever the interpreter lets go of.
         """
-        for group in self._groups.values():
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        self._collector.wait_idle(seconds)
+        for kept in (self._bulletin.store, *self._groups.values()):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
     def _begin_over_gloo(self, plan: _Plan, source: Tensor, inbox: Tensor, tag: int) -> Exchange:
         receives = [self._receive(inbox, sender, tag) for sender in plan.senders[:1]]
@@ -359,16 +362,20 @@ class _Thread:
 
     def __init__(self) -> None:
         self._tasks: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
-        self._started = False
+        self._last: Future[None] | None = None
 
     def submit(self, task: Callable[[], None]) -> Future[None]:
-        if not self._started:
-            self._started = True
+        if self._last is None:
             run = partial(_run_tasks, self._tasks)
             threading.Thread(target=run, name="gossamer-collector", daemon=True).start()
-        future: Future[None] = Future()
+        self._last = future = Future[None]()
         self._tasks.put((task, future))
         return future
+
+    def wait_idle(self, seconds: float) -> None:
+        """Wait until all tasks are done, or the time is over."""
+        if self._last is not None:
+            futures.wait([self._last], seconds)
 
     def end(self) -> None:
         self._tasks.put(None)

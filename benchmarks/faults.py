@@ -1,0 +1,273 @@
+"""What every rank says when one of them fails: real processes, real kills.
+
+    python -m benchmarks.faults [--timeout 5] [--workers 4] [--json] [FAULT ...]
+
+Each fault happens at step 20 of a loop. Printed for every rank that lives: the seconds from
+the fault to its error, and the error. Processes are forked from one that has imported torch, so a
+fault costs its timeout and little more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from gossamer.gossip import Gossip, decentralize
+from gossamer.topology import Schedule, parse, ring
+
+FAULT_STEP = 20
+NUM_STEPS = 26
+_END_S = 5.0
+"""How long a rank may take to end after its error."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that goes wrong."""
+
+    culprit: int
+    """The rank that it happens on."""
+
+    cause: str
+    """What every other rank's error must say."""
+
+    happen: Callable[[Gossip], object]
+    """What the culprit does in place of its step."""
+
+    topology: str | Callable[[int, int], Schedule] = "ring"
+    """A text, or a function of the rank and the number of workers."""
+
+    dies: bool = False
+    """Whether the culprit has no chance to say anything."""
+
+    stored_on_0: bool = False
+    """Whether rank 0's process holds the store, as without torchrun."""
+
+
+def _kill(gossip: Gossip) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _stall(gossip: Gossip) -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def _raise(gossip: Gossip) -> None:
+    raise ValueError("bad sample in the data")
+
+
+def _average_alone(gossip: Gossip) -> None:
+    with gossip.averaged():
+        pass
+
+
+def _go_on(gossip: Gossip) -> None:
+    pass
+
+
+def _deviating(rank: int, num_workers: int, period: int | None) -> Schedule:
+    """A schedule that is another one on rank 2, from the step of the fault on."""
+    usual, other = ring(num_workers), parse("star", num_workers).round(0)
+
+    def build(step: int) -> Any:
+        return other if rank == 2 and step >= FAULT_STEP else usual
+
+    return Schedule(num_workers, period, build)
+
+
+FAULTS: dict[str, Fault] = {
+    "killed": Fault(2, "rank 2 is gone", _kill, dies=True),
+    "killed in an all-reduce": Fault(2, "rank 2 is gone", _kill, "complete", dies=True),
+    "stalled": Fault(2, "rank 2 is gone or stalled", _stall, dies=True),
+    "stalled in pairs": Fault(
+        2, "rank 2 is gone or stalled", _stall, "one_peer_exponential", dies=True
+    ),
+    "raises": Fault(2, "rank 2 raised ValueError('bad sample in the data') at step 20", _raise),
+    "rank 0 killed": Fault(0, "rank 0 is gone", _kill, dies=True),
+    "rank 0 killed with the store": Fault(
+        0, "the store does not answer", _kill, dies=True, stored_on_0=True
+    ),
+    "rank 0 stalled with the store": Fault(
+        0, "the store does not answer", _stall, dies=True, stored_on_0=True
+    ),
+    "averages alone": Fault(1, "rank 1 called averaged() at step 20, and ranks", _average_alone),
+    "ends early": Fault(1, "rank 1 ended its gossip", Gossip.close),
+    "another round": Fault(2, "another one than rank", _go_on, lambda r, n: _deviating(r, n, None)),
+}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one rank said."""
+
+    rank: int
+    seconds: float
+    message: str
+    exit_code: int = 0
+
+
+def run(name: str, num_workers: int, timeout_s: float) -> list[Answer]:
+    """Let one fault happen; return what every rank said that could."""
+    fault = FAULTS[name]
+    # No `with`: a forked process unwinds through this frame, and must not remove the folder.
+    folder = Path(tempfile.mkdtemp(prefix="gossamer-faults-"))
+    holder = None if fault.stored_on_0 else _fork(lambda: _hold_store(folder))
+    pids = [
+        _fork(lambda rank=rank: _work(fault, rank, num_workers, timeout_s, folder))
+        for rank in range(num_workers)
+    ]
+    codes = _reap(pids, 2 * timeout_s + 2 * _END_S)
+    if holder is not None:
+        os.kill(holder, signal.SIGKILL)
+        os.waitpid(holder, 0)
+    answers = [
+        Answer(**json.loads(path.read_text()), exit_code=codes[rank])
+        for rank in range(num_workers)
+        if (path := folder / f"{rank}.json").exists()
+    ]
+    shutil.rmtree(folder)
+    return answers
+
+
+def _fork(body: Callable[[], None]) -> int:
+    """Run a function in a process of its own, that ends as a script does."""
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+        body()
+        sys.exit()
+    return pid
+
+
+def _reap(pids: list[int], patience_s: float) -> list[int]:
+    """Wait for all processes; end those that are left. Return their exit codes."""
+    codes: dict[int, int] = {}
+    deadline = time.monotonic() + patience_s
+    while len(codes) < len(pids) and time.monotonic() < deadline:
+        for pid in pids:
+            if pid not in codes:
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    codes[pid] = os.waitstatus_to_exitcode(status)
+        if all(pid in codes or _is_stopped(pid) for pid in pids):
+            break
+        time.sleep(0.05)
+    for pid in pids:
+        if pid not in codes:
+            os.kill(pid, signal.SIGKILL)
+            codes[pid] = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return [codes[pid] for pid in pids]
+
+
+def _is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"
+
+
+def _work(fault: Fault, rank: int, num_workers: int, timeout_s: float, folder: Path) -> None:
+    """Train on one rank until the fault, and note what comes of it."""
+    torch.set_num_threads(1)
+    holds = fault.stored_on_0 and rank == 0
+    store = _open_store(folder) if holds else _join_store(folder)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_workers)
+    torch.manual_seed(rank)
+    model = nn.Linear(1000, 100)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    make = fault.topology
+    gossip = decentralize(
+        model,
+        optimizer,
+        make if isinstance(make, str) else make(rank, num_workers),
+        timeout=timedelta(seconds=timeout_s),
+    )
+    began = time.time()
+    try:
+        for step in range(NUM_STEPS):
+            time.sleep(0.02)
+            if step == FAULT_STEP:
+                began = time.time()
+                if rank == fault.culprit:
+                    fault.happen(gossip)
+                    if fault.happen == Gossip.close:
+                        return
+            optimizer.zero_grad()
+            model(torch.randn(8, 1000)).square().mean().backward()
+            optimizer.step()
+    except BaseException as error:
+        answer = {"rank": rank, "seconds": time.time() - began, "message": str(error)}
+        aside = folder / f"{rank}.part"
+        aside.write_text(json.dumps(answer))
+        aside.rename(folder / f"{rank}.json")
+        raise
+
+
+def _open_store(folder: Path) -> TCPStore:
+    store = TCPStore("127.0.0.1", 0, is_master=True)
+    (folder / "port.part").write_text(str(store.port))
+    (folder / "port.part").rename(folder / "port")
+    return store
+
+
+def _join_store(folder: Path) -> TCPStore:
+    deadline = time.monotonic() + 30
+    while not (folder / "port").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return TCPStore("127.0.0.1", int((folder / "port").read_text()), is_master=False)
+
+
+def _hold_store(folder: Path) -> None:
+    """Keep the store as torchrun's agent does, until the end by a signal."""
+    _store = _open_store(folder)
+    time.sleep(600)
+
+
+def rows(names: list[str], num_workers: int, timeout_s: float) -> Iterator[dict[str, Any]]:
+    """Yield one row per fault and rank that lived."""
+    for name in names:
+        for answer in run(name, num_workers, timeout_s):
+            yield {"fault": name, **vars(answer)}
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("faults", nargs="*", metavar="FAULT", help=f"of {', '.join(FAULTS)}")
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--timeout", type=float, default=5.0, help="of the gossip, in seconds")
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    options = parser.parse_args()
+    unknown = set(options.faults) - set(FAULTS)
+    if unknown:
+        parser.error(f"unknown faults {sorted(unknown)}; choose from {list(FAULTS)}")
+    if not options.json:
+        print("| fault | rank | seconds | exit code | error |\n|---|---|---|---|---|")
+    for row in rows(options.faults or [*FAULTS], options.workers, options.timeout):
+        if options.json:
+            print(json.dumps(row), flush=True)
+        else:
+            text = row["message"].replace("|", "/").replace("\n", " ")
+            print(
+                f"| {row['fault']} | {row['rank']} | {row['seconds']:.1f} | {row['exit_code']} "
+                f"| {text} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
