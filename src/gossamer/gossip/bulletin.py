@@ -259,6 +259,8 @@ class Bulletin:
 
         The first one stays: what fails after it fails because of it.
         """
+        if self._ended.is_set():  # nobody asks any more, and threads must come to their end
+            return ExchangeError(f"rank {self.rank} has ended its gossip")
         with self._lock:
             if self._failure is None:
                 own = replace(self._place, what=what, peers=peers, final=True)
@@ -298,11 +300,11 @@ class Bulletin:
                 )
             if notice.call:
                 return self._explain_call(notice)
-            peer, found = self._next_notice(notice.peers, final=lost and notice is own)
+            peer, found = self._next_notice(notice, final=lost and notice is own)
             if found is None:
                 saw_it_go = lost and len(seen) == 1
                 return _Cause(f"rank {peer} is {'gone' if saw_it_go else 'gone or stalled'}", peer)
-            if found.round and found.round != notice.round and found.step == notice.step:
+            if _mixes_otherwise(found, notice):
                 ranks = _name([notice.rank, peer])
                 return _Cause(f"{ranks} mix with different rounds at step {notice.step}", peer)
             if found in seen:
@@ -326,17 +328,22 @@ class Bulletin:
             )
         return _Cause(f"one of {_name(notice.peers)} went away in {notice.call}", None)
 
-    def _next_notice(self, peers: Sequence[int], *, final: bool) -> tuple[int, Notice | None]:
-        """Return the peer that explains most: one that ended, one without a notice, any other."""
+    def _next_notice(self, notice: Notice, *, final: bool) -> tuple[int, Notice | None]:
+        """Return the peer that explains most, and its notice.
+
+        That is one that ended, one that mixes with another round, one without a notice, any other.
+        """
         deadline = time.monotonic() + self._search_s / 2
         while True:
-            notices = {peer: self._find_notice(peer) for peer in peers}
-            ended = [p for p, n in notices.items() if n is not None and not n.peers]
-            absent = [p for p, n in notices.items() if n is None]
-            blocked = [p for p, n in notices.items() if n is not None and final and not n.final]
-            if ended or not (absent or blocked) or time.monotonic() >= deadline:
-                peer = (ended or absent or blocked or [*peers])[0]
-                return peer, None if peer in absent + blocked else notices[peer]
+            found = {peer: self._find_notice(peer) for peer in notice.peers}
+            ended = [p for p, n in found.items() if n and not n.peers]
+            differing = [p for p, n in found.items() if n and _mixes_otherwise(n, notice)]
+            absent = [p for p, n in found.items() if n is None]
+            blocked = [p for p, n in found.items() if n and final and not n.final]
+            explained = ended or differing
+            if explained or not (absent or blocked) or time.monotonic() >= deadline:
+                peer = (explained or absent or blocked or [*found])[0]
+                return peer, found[peer] if explained or peer not in blocked else None
             time.sleep(0.02)
 
     def _find_notice(self, rank: int) -> Notice | None:
@@ -370,6 +377,10 @@ def _differences(ours: dict[str, str], theirs: dict[str, str]) -> dict[str, tupl
 def _describe(notice: Notice) -> str:
     during = f" in {notice.call}" if notice.call else ""
     return f"rank {notice.rank} at step {notice.step}{during} waits for {notice.what}"
+
+
+def _mixes_otherwise(one: Notice, other: Notice) -> bool:
+    return bool(one.round) and one.round != other.round and one.step == other.step
 
 
 def _end_of(notice: Notice) -> _Cause:
