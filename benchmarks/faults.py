@@ -33,10 +33,10 @@ from gossamer.topology import Schedule, parse, ring
 
 FAULT_STEP = 20
 NUM_STEPS = 26
-_END_S = 5.0
+_END_S = 15.0
 """How long a rank may take to end after its error."""
 
-_TOGETHER = 4
+_TOGETHER = 6
 """How many faults happen at a time."""
 
 

@@ -110,6 +110,7 @@ class Bulletin:
         # - Where this rank is
         self._place = Notice(rank=self.rank, step=0, what="")
         self._awaited: tuple[str, tuple[int, ...]] = ("", ())
+        self._timed_out_at = 0.0
         self._blocked_since: float | None = None
         # - Once something went wrong
         self._search_s = min(_SEARCH_S, timeout.total_seconds() / 2)
@@ -210,6 +211,12 @@ class Bulletin:
     def awaits(self, what: str, peers: tuple[int, ...]) -> None:
         """Note what is waited for next, on any thread, and who could end that wait."""
         self._awaited = what, peers
+        self._timed_out_at = time.monotonic() + self.timeout.total_seconds()
+
+    @property
+    def seconds_left(self) -> float:
+        """How long the wait that was noted last may still take."""
+        return self._timed_out_at - time.monotonic()
 
     @contextlib.contextmanager
     def blocked(self) -> Generator[None]:

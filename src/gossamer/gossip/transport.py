@@ -38,6 +38,9 @@ from torch.distributed.distributed_c10d import PrefixStore
 from gossamer.gossip.bulletin import Bulletin, ExchangeError
 from gossamer.topology import Round
 
+_SHUTDOWN_S = 10.0
+"""How long an interpreter may take to shut down."""
+
 _SMALLEST_REDUCED = 3
 """Groups of two exchange one message each way: the same bytes as an all-reduce, in one trip."""
 
@@ -214,10 +217,12 @@ class Transport:
         """Let the process end, or go on without this transport, though peers have failed it.
 
         A thread that waits in Gloo would abort the process if it were woken while the interpreter
-        shuts down, by a peer's end or by that of its own group. So it gets time to be woken before,
-        and all connections stay until the process is gone, whatever the interpreter lets go of.
+        shuts down: by its timeout, a peer's end, or that of its own group. So it gets time to be
+        woken before, and all connections stay until the process is gone, whatever the interpreter
+        lets go of.
         """
-        self._collector.wait_idle(seconds)
+        left = self._bulletin.seconds_left
+        self._collector.wait_idle(left + 1 if left < seconds + _SHUTDOWN_S else seconds)
         for kept in (self._bulletin.store, *self._groups.values()):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
