@@ -1,0 +1,100 @@
+"""What a run yields: typed records, one JSON object per line.
+
+The first record of a run holds its specification and the schema's version. Readers refuse a newer
+version, and fields that they do not know.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from gossamer.errors import UserError
+
+SCHEMA = 1
+
+
+class _Record(BaseModel):
+    # NaN and infinities stay what they are: a diverged run is a result.
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+
+class Started(_Record):
+    """A run began."""
+
+    kind: Literal["started"] = "started"
+    schema_version: int = SCHEMA
+    run_id: str
+    spec: dict[str, Any]
+    """The specification, with every default filled in."""
+
+    environment: dict[str, str]
+
+
+class Step(_Record):
+    """One training step, measured after it."""
+
+    kind: Literal["step"] = "step"
+    step: int
+    """Steps taken so far."""
+
+    epoch: int
+    lr: float
+    losses: list[float]
+    """Of each worker's batch, at its own parameters, before the update."""
+
+    distance: float
+    """Consensus distance Ξ between workers."""
+
+    bytes_sent: float
+    """By the average worker so far."""
+
+
+class Evaluation(_Record):
+    """The metric on the test data."""
+
+    kind: Literal["evaluation"] = "evaluation"
+    step: int
+    epoch: int
+    average: float
+    """Of the model with the average parameters."""
+
+    replicas: dict[int, float]
+    """Of workers' own models: of all, or of some where there are many."""
+
+
+class Ended(_Record):
+    """A run came to its end."""
+
+    kind: Literal["ended"] = "ended"
+    status: Literal["done", "diverged"]
+    steps: int
+    train_s: float
+    """Time in training steps, without evaluation and records."""
+
+
+Record: TypeAlias = Annotated[Started | Step | Evaluation | Ended, Field(discriminator="kind")]
+
+_ADAPTER: TypeAdapter[Record] = TypeAdapter(Record)
+
+
+def to_line(record: Record) -> str:
+    """Return a record as one line of JSON."""
+    return record.model_dump_json()
+
+
+def from_line(line: str) -> Record:
+    """Return the record that a line holds."""
+    try:
+        record = _ADAPTER.validate_json(line)
+    except ValidationError as error:
+        raise UserError(
+            f"a record must be a line that gossamer wrote, got {line[:80]!r}; {error.errors()[0]}"
+        ) from error
+    if isinstance(record, Started) and record.schema_version > SCHEMA:
+        raise UserError(
+            f"records must be of schema {SCHEMA} or older, got {record.schema_version}; "
+            "read them with the version of gossamer that wrote them"
+        )
+    return record

@@ -1,0 +1,26 @@
+"""What is trained: a model, its data, a loss, a metric and a recipe; nothing about distribution."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+
+from gossamer.errors import UserError
+from gossamer.workloads import digits
+from gossamer.workloads.sharding import Draw, draw_batches
+from gossamer.workloads.workload import Data, Recipe, Workload
+
+__all__ = ["WORKLOADS", "Data", "Draw", "Recipe", "Workload", "draw_batches", "find"]
+
+WORKLOADS: dict[str, Callable[[], Workload]] = {
+    "digits-mlp": digits.mlp,
+}
+
+
+def find(name: str) -> Workload:
+    """Return a workload by its name."""
+    if name not in WORKLOADS:
+        near = difflib.get_close_matches(name, WORKLOADS, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(WORKLOADS)}"
+        raise UserError(f"a workload must be one that exists, got {name!r}; {hint}")
+    return WORKLOADS[name]()
