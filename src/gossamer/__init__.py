@@ -12,13 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gossamer.gossip import Gossip, decentralize
+    from gossamer.simulate import Simulation
 
 __version__ = "0.1.0.dev0"
-__all__ = ["Gossip", "__version__", "decentralize"]
+__all__ = ["Gossip", "Simulation", "__version__", "decentralize"]
 
 # Imported when first used: ``gossamer topology`` should not wait for torch.
-_LAZY = {"Gossip": "gossamer.gossip", "decentralize": "gossamer.gossip"}
-_PACKAGES = ("gossip", "lab", "optim", "topology")
+_LAZY = {
+    "Gossip": "gossamer.gossip",
+    "Simulation": "gossamer.simulate",
+    "decentralize": "gossamer.gossip",
+}
+_PACKAGES = ("gossip", "lab", "optim", "simulate", "topology")
 
 
 def __getattr__(name: str) -> Any:
