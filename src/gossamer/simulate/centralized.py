@@ -98,7 +98,8 @@ class Centralized:
             batch = select((inputs, targets), index, first.dtype)
             rows = losses_W[index].shape
             buffers = {
-                name: buffer.expand(*rows, *buffer.shape).clone() for name, buffer in start.items()
+                name: buffer.expand((*rows, *buffer.shape)).clone()
+                for name, buffer in start.items()
             }
             losses = evaluate(self._trained, buffers, *batch)
             losses_W[index] = losses.detach()
@@ -119,7 +120,7 @@ class Centralized:
         return copy.deepcopy(self._model)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that a later run needs to continue bit for bit; not copied."""
+        """Return what a later run needs to continue bit for bit; references, as in torch."""
         return {
             "num_steps": self.num_steps,
             "model": self._model.state_dict(),

@@ -2,14 +2,15 @@
 
 Together is faster where a worker's own work is small, and impossible where a model does what vmap
 refuses; so both are there, and a few timed steps choose. How many go together follows from the
-memory that one worker's activations take: chunks whose activations fit in the last cache are
-faster than larger ones, and they bound the memory that a step needs.
+memory that one worker's activations take: too few and calls cost more than arithmetic, too many and
+activations leave the cache. Chunks also bound the memory that a step needs.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import time
 import warnings
 from collections.abc import Callable, Generator, Mapping
@@ -29,13 +30,17 @@ _log = logging.getLogger(__name__)
 Tensors: TypeAlias = Mapping[str, Tensor]
 Loss: TypeAlias = Callable[[Any, Any], Tensor]
 
-_CHUNK_BYTES = 32 << 20
-"""Activations of the workers that go together: what a last-level cache holds."""
+_CHUNK_BYTES = (32 << 20, 16 << 20, 64 << 20, 128 << 20)
+"""Activations of the workers that go together: about a last-level cache. The first is the rule, the
+others are tried where methods are timed."""
 
 _PROBED = 4
 """Workers that the first vmap runs on, to see whether it works and what memory it takes."""
 
-_TIMED_STEPS = 3
+_LOOP = 0
+"""In place of the size of a chunk: one worker after the other, without vmap."""
+
+_TIMED_TWICE = 2
 _TIMED_IN_LOOP = 8
 
 
@@ -84,7 +89,7 @@ class PerWorker:
         seed: int,
         method: str,
         one_model: bool = False,
-        chunk_bytes: float = _CHUNK_BYTES,
+        chunk_bytes: float = math.inf,
     ) -> None:
         if method not in _METHODS:
             raise UserError(f"gradients must be one of {', '.join(_METHODS)}, got {method!r}")
@@ -92,14 +97,15 @@ class PerWorker:
         self._loss = loss
         self._num_workers = num_workers
         self._seed = seed
-        self._method = method
-        self._chunk_bytes = min(chunk_bytes, _CHUNK_BYTES)
+        self._chunk_bytes = chunk_bytes
         self._in_dims = (None if one_model else 0, 0, 0, 0)
-        self._chunk = 0
-        """Workers that go together; 0 until the first step has found out."""
-        self._in_loop = 0 if method == "vmap" else num_workers if method == "loop" else None
-        """How many workers run in the loop: all, none, or None while both are timed."""
-        self._times: list[tuple[float, float]] = []
+        self._chosen: int | None = _LOOP if method == "loop" else None
+        """Workers that go together, or _LOOP; None until it is known."""
+        self._candidates: list[int] = []
+        """Sizes of chunks to time; the first step finds them."""
+        self._times: dict[int, list[float]] = {}
+        """Seconds per worker by size of chunk."""
+        self._timed = method == "auto"
 
     def run(self, step: int, buffers: Tensors, backward: Backward) -> None:
         """Call ``backward`` for all workers.
@@ -110,21 +116,20 @@ class PerWorker:
             backward: gets the index of one worker or of a chunk, and what evaluates it.
         """
         start = 0
-        if self._chunk == 0 and self._in_loop != self._num_workers:
+        if self._chosen is None and not self._candidates:
             start = self._probe(step, buffers, backward)
-        if self._in_loop is None:
+        if self._chosen is None:
             self._time(step, start, backward)
         else:
-            self._run_loop(step, range(start, self._in_loop), backward)
-            self._run_vmap(step, max(start, self._in_loop), backward)
+            self._run(step, range(start, self._num_workers), self._chosen, backward)
 
     def state_dict(self) -> dict[str, Any]:
         """Return what has been found out, so that a continued run computes in the same way."""
-        return {"chunk": self._chunk, "in_loop": self._in_loop}
+        return {"chunk": self._chosen}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue with what has been found out."""
-        self._chunk, self._in_loop = state["chunk"], state["in_loop"]
+        self._chosen = state["chunk"]
 
     def _probe(self, step: int, buffers: Tensors, backward: Backward) -> int:
         """Try a few workers under vmap, set the size of chunks; return how many have been done."""
@@ -136,41 +141,50 @@ class PerWorker:
         except Exception as error:  # whatever vmap and a model may raise at each other
             for name, buffer in buffers.items():
                 buffer[index] = before[name]
-            self._run_loop(step, range(index.stop), backward)  # raises what is not vmap's doing
-            self._in_loop = self._num_workers
+            self._run(step, range(index.stop), _LOOP, backward)  # raises what is not vmap's doing
+            self._chosen = _LOOP
             warnings.warn(
                 f"workers run one after the other, because {self._where(error)} does what "
                 f"torch.vmap refuses: {str(error)[:200] or type(error).__name__}",
                 stacklevel=5,
             )
             return index.stop
-        per_worker = sum(saved.values()) / index.stop
-        self._chunk = max(1, min(self._num_workers, int(self._chunk_bytes / max(per_worker, 1))))
-        _log.debug("%d bytes of activations per worker, chunks of %d", per_worker, self._chunk)
+        per_worker = max(1, sum(saved.values()) / index.stop)
+        sizes = (min(size, self._chunk_bytes) / per_worker for size in _CHUNK_BYTES)
+        self._candidates = list(
+            dict.fromkeys(max(1, min(self._num_workers, int(s))) for s in sizes)
+        )
+        if not self._timed or self._num_workers == 1:
+            self._chosen = self._candidates[0]
         return index.stop
 
     def _time(self, step: int, start: int, backward: Backward) -> None:
-        """Run some workers in the loop, the others under vmap, and remember which was faster."""
-        left = self._num_workers - start
-        num_loop = min(_TIMED_IN_LOOP, left // 2)
-        num_vmap = left - num_loop
-        begin = time.perf_counter()
-        self._run_loop(step, range(start, start + num_loop), backward)
-        middle = time.perf_counter()
-        self._run_vmap(step, start + num_loop, backward)
-        end = time.perf_counter()
-        if num_loop == 0:  # one worker: nothing to put together
-            self._in_loop = self._num_workers if self._num_workers == 1 else None
-        elif start == 0:  # the step that probes also warms up
-            self._times.append(((middle - begin) / num_loop, (end - middle) / num_vmap))
-        if len(self._times) == _TIMED_STEPS:
-            in_loop, under_vmap = (min(times) for times in zip(*self._times, strict=True))
-            self._in_loop = self._num_workers if in_loop < under_vmap else 0
-            _log.debug("%.2g s per worker in a loop, %.2g under vmap", in_loop, under_vmap)
+        """Time some workers in the loop and the others in chunks of one size; choose at the end."""
+        chunk = min(self._candidates, key=lambda size: len(self._times.get(size, ())))
+        num_loop = min(_TIMED_IN_LOOP, (self._num_workers - start) // 2)
+        parts = {
+            _LOOP: range(start, start + num_loop),
+            chunk: range(start + num_loop, self._num_workers),
+        }
+        for size, workers in parts.items():
+            begin = time.perf_counter()
+            self._run(step, workers, size, backward)
+            if start == 0:  # the step that probes also warms up
+                seconds = (time.perf_counter() - begin) / len(workers)
+                self._times.setdefault(size, []).append(seconds)
+        if all(len(self._times.get(size, ())) == _TIMED_TWICE for size in self._candidates):
+            fastest = {size: min(times) for size, times in self._times.items()}
+            self._chosen = min(fastest, key=fastest.__getitem__)
+            _log.debug("seconds per worker by size of chunk, %d the loop: %s", _LOOP, fastest)
 
-    def _run_loop(self, step: int, workers: range, backward: Backward) -> None:
-        if not workers:
+    def _run(self, step: int, workers: range, chunk: int, backward: Backward) -> None:
+        if chunk == _LOOP:
+            self._one_by_one(step, workers, backward)
             return
+        for first in range(workers.start, workers.stop, chunk):
+            self._together(step, slice(first, min(first + chunk, workers.stop)), backward)
+
+    def _one_by_one(self, step: int, workers: range, backward: Backward) -> None:
         generator = torch.default_generator
         before = generator.get_state()
         try:
@@ -179,12 +193,6 @@ class PerWorker:
                 backward(worker, self._evaluate)
         finally:
             generator.set_state(before)
-
-    def _run_vmap(self, step: int, start: int, backward: Backward) -> None:
-        for first in range(start, self._num_workers, self._chunk or 1):
-            self._together(
-                step, slice(first, min(first + self._chunk, self._num_workers)), backward
-            )
 
     def _together(self, step: int, index: slice, backward: Backward) -> None:
         workers = range(index.start, index.stop)

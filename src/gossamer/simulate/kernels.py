@@ -82,7 +82,7 @@ def _dropout(
 ) -> Any:
     if not training or not 0 < p <= 1:
         return F.dropout(x, p, training)
-    return _DropoutUnderVmap.apply(x, p, mode)
+    return _DropoutUnderVmap.apply(x, p, lambda: mode.generators)
 
 
 def _lstm(mode: StackedKernels, *args: Any) -> Any:
@@ -191,11 +191,14 @@ class _AttentionUnderVmap(_UnderVmap):
 
 class _DropoutUnderVmap(_UnderVmap):
     @staticmethod
-    def vmap(info: Any, in_dims: Dims, x: Tensor, p: float, mode: StackedKernels) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def vmap(info: Any, in_dims: Dims, x: Tensor, p: float, generators: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         x = x.movedim(cast("int", in_dims[0]), 0)
-        noise = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        for row, generator in zip(noise, mode.generators, strict=True):
-            row.bernoulli_(1 - p, generator=generator)
+        # Strides of their own kind: torch fills memory in its order, not in that of indices.
+        masks = [
+            torch.empty_like(row).bernoulli_(1 - p, generator=generator)
+            for row, generator in zip(x, generators(), strict=True)
+        ]
+        noise = torch.stack(masks)
         return x * (noise.div_(1 - p) if p < 1 else noise), 0
 
 

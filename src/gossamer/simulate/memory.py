@@ -10,6 +10,9 @@ from gossamer.errors import UserError
 _BACKWARD = 2
 """A backward pass holds about as much again as what the forward pass kept."""
 
+_LEAST_BYTES = 16 << 20
+"""Smaller chunks cost time and save nothing that counts."""
+
 
 def chunk_bytes(
     memory_gb: float | None, model_bytes: int, state_bytes: int, num_workers: int
@@ -36,7 +39,8 @@ def chunk_bytes(
             f"{stacked / 1e9:.3g} GB, got {given / 1e9:.3g} GB; "
             "use fewer workers, a smaller model, or an optimizer with less state"
         )
-    return left / _BACKWARD
+    # So that activations stay a small part of what there is of parameters, gradients and state.
+    return min(left / _BACKWARD, max(_LEAST_BYTES, num_workers * model_bytes / 2))
 
 
 def free_bytes() -> float:

@@ -68,6 +68,7 @@ def _plan(round: Round, dtype: torch.dtype, device: torch.device) -> Plan:
             size=w.shape,
             dtype=dtype,
             device=device,
+            check_invariants=True,
         )
     return partial(_sparse_product, sparse)
 
@@ -93,8 +94,8 @@ def _mean(x_WN: Tensor) -> Tensor:
 
 def _sum_of_shifts(shifts: list[tuple[int, float]], x_WN: Tensor) -> Tensor:
     n = x_WN.shape[0]
-    y_WN = torch.zeros(x_WN.shape, dtype=x_WN.dtype, device=x_WN.device)
-    for shift, weight in shifts:
+    y_WN = torch.roll(x_WN, -shifts[0][0], 0).mul_(shifts[0][1])
+    for shift, weight in shifts[1:]:
         y_WN[: n - shift].add_(x_WN[shift:], alpha=weight)
         y_WN[n - shift :].add_(x_WN[:shift], alpha=weight)
     return y_WN

@@ -256,7 +256,7 @@ class Simulation:
         return model
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that a later run needs to continue bit for bit; not copied."""
+        """Return what a later run needs to continue bit for bit; references, as in torch."""
         return {
             "num_steps": self.num_steps,
             "parameters": self.parameters,
