@@ -244,7 +244,7 @@ class StackedLinear(Function):
         if bias is None:
             y = torch.bmm(rows, weight.mT)
         else:
-            y = torch.baddbmm(bias.unsqueeze(1), rows, weight.mT)
+            y = torch.bmm(rows, weight.mT).add_(bias.unsqueeze(1))
         return y.view(*x.shape[:-1], weight.shape[1])
 
     @staticmethod

@@ -1,10 +1,8 @@
-"""x ← W x on stacked tensors, for any Round.
+"""x ← W x on stacked tensors, for any Round, in place.
 
-A round is read as whatever costs the fewest passes over memory: a mean where all workers average,
-shifted sums where every worker has the same few neighbours relative to itself, a dense product
-where rows are full, a sparse product otherwise. Measured at 1008 workers: shifts take half of the
-sparse product's time at degree 2 and three times at degree 10; a dense product is faster than a
-sparse one where a worker has more than about an eighth of all others.
+A round is read as whatever costs the fewest passes over memory: a mean where all workers average, a
+window that moves over the rows where every worker mixes with the same near ones (rings, lattices),
+a dense product where rows are full, a sparse product otherwise.
 """
 
 # W: workers, N: numbers per worker
@@ -22,14 +20,19 @@ from torch import Tensor
 from gossamer.topology import Round
 
 _BLOCK_BYTES = 4 << 20
-"""Columns are mixed in blocks of this size, so that a block and its result stay in the cache."""
+"""Products run on blocks of columns of this size, so that a block and its result stay in cache."""
 
-_MOST_SHIFTS = 4
+_WINDOW_BYTES = 1 << 18
+"""What moves over the rows: it is passed over once per neighbour, in a core's own cache."""
+
+_FARTHEST = 4
 _DENSE_SHARE = 1 / 8
+"""Measured at 1008 workers: above this share of entries a dense product beats a sparse one."""
+
 _PLANS_KEPT = 64
 
-Plan = Callable[[Tensor], Tensor]
-"""Returns W x for a block x_WN."""
+Plan = Callable[[Tensor], None]
+"""Mixes x_WN in place."""
 
 
 @torch.no_grad()
@@ -40,25 +43,21 @@ def mix_(stacked: Tensor, round: Round) -> None:
         stacked: [W, ...], contiguous; a row per worker.
         round: on W workers.
     """
-    x_WN = stacked.view(stacked.shape[0], -1)
-    plan = _plan(round, x_WN.dtype, x_WN.device)
-    columns = max(1, _BLOCK_BYTES // (x_WN.shape[0] * x_WN.element_size()))
-    for block in x_WN.split(columns, dim=1):
-        block.copy_(plan(block))
+    _plan(round, stacked.dtype, stacked.device)(stacked.view(stacked.shape[0], -1))
 
 
 @lru_cache(_PLANS_KEPT)
 def _plan(round: Round, dtype: torch.dtype, device: torch.device) -> Plan:
     w = round.matrix()
-    num_workers = round.num_workers
     groups = round.groups()
     if groups is not None and len(groups) == 1:
-        return _mean
+        return partial(_by_columns, _mean)
     shifts = _shifts(round)
-    if 0 < len(shifts) <= _MOST_SHIFTS:
-        return partial(_sum_of_shifts, shifts)
-    if w.nnz >= _DENSE_SHARE * num_workers**2:
-        return partial(torch.matmul, torch.from_numpy(w.toarray()).to(device, dtype))
+    if shifts and max(abs(shift) for shift, _ in shifts) <= _FARTHEST:
+        return partial(_by_window, shifts)
+    if w.nnz >= _DENSE_SHARE * round.num_workers**2:
+        dense = torch.from_numpy(w.toarray()).to(device, dtype)
+        return partial(_by_columns, partial(torch.matmul, dense))
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
         sparse = torch.sparse_csr_tensor(
@@ -70,11 +69,11 @@ def _plan(round: Round, dtype: torch.dtype, device: torch.device) -> Plan:
             device=device,
             check_invariants=True,
         )
-    return partial(_sparse_product, sparse)
+    return partial(_by_columns, partial(_sparse_product, sparse))
 
 
 def _shifts(round: Round) -> list[tuple[int, float]]:
-    """Return (s, weight) with W[i, i + s mod n] = weight for all i, or [] if rows differ."""
+    """Return (s, weight) with W[i, i + s mod n] = weight for all i, or [] where rows differ."""
     w, n = round.matrix(), round.num_workers
     degree, rest = divmod(w.nnz, n)
     if rest or not np.array_equal(np.diff(w.indptr), np.full(n, degree)):
@@ -85,20 +84,37 @@ def _shifts(round: Round) -> list[tuple[int, float]]:
     weights = np.take_along_axis(w.data.reshape(n, degree), order, axis=1)
     if np.ptp(distances, axis=0).any() or np.ptp(weights, axis=0).any():
         return []
-    return list(zip(distances[0].tolist(), weights[0].tolist(), strict=True))
+    nearest = (distances[0] + n // 2) % n - n // 2  # backwards where that is nearer
+    return list(zip(nearest.tolist(), weights[0].tolist(), strict=True))
+
+
+def _by_window(shifts: list[tuple[int, float]], x_WN: Tensor) -> None:
+    """Mix with near rows: each block of rows is copied with those around it, then overwritten."""
+    num_rows = x_WN.shape[0]
+    reach = max(abs(shift) for shift, _ in shifts)
+    rows = max(reach, _WINDOW_BYTES // (x_WN[0].nbytes or 1), 1)
+    first, before = x_WN[:reach].clone(), x_WN[num_rows - reach :].clone()
+    for start in range(0, num_rows, rows):
+        block = x_WN[start : start + rows]
+        after = torch.cat([x_WN[start + rows : start + rows + reach], first])[:reach]
+        window = torch.cat([before, block, after])
+        before = window[len(block) : len(block) + reach]
+        for i, (shift, weight) in enumerate(shifts):
+            neighbours = window[reach + shift : reach + shift + len(block)]
+            if i == 0:
+                torch.mul(neighbours, weight, out=block)
+            else:
+                block.add_(neighbours, alpha=weight)
+
+
+def _by_columns(product: Callable[[Tensor], Tensor], x_WN: Tensor) -> None:
+    columns = max(1, _BLOCK_BYTES // (x_WN.shape[0] * x_WN.element_size()))
+    for block in x_WN.split(columns, dim=1):
+        block.copy_(product(block))
 
 
 def _mean(x_WN: Tensor) -> Tensor:
     return x_WN.mean(0)
-
-
-def _sum_of_shifts(shifts: list[tuple[int, float]], x_WN: Tensor) -> Tensor:
-    n = x_WN.shape[0]
-    y_WN = torch.roll(x_WN, -shifts[0][0], 0).mul_(shifts[0][1])
-    for shift, weight in shifts[1:]:
-        y_WN[: n - shift].add_(x_WN[shift:], alpha=weight)
-        y_WN[n - shift :].add_(x_WN[:shift], alpha=weight)
-    return y_WN
 
 
 def _sparse_product(w_WW: Tensor, x_WN: Tensor) -> Tensor:
