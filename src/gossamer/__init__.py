@@ -12,13 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gossamer.gossip import Gossip, GradScaler, decentralize
+    from gossamer.simulate import Simulation
 
 __version__ = "0.1.0.dev0"
-__all__ = ["Gossip", "GradScaler", "__version__", "decentralize"]
+__all__ = ["Gossip", "GradScaler", "Simulation", "__version__", "decentralize"]
 
 # Imported when first used: ``gossamer topology`` should not wait for torch.
-_LAZY = {name: "gossamer.gossip" for name in ("Gossip", "GradScaler", "decentralize")}
-_PACKAGES = ("gossip", "lab", "optim", "topology")
+_LAZY = {
+    "Gossip": "gossamer.gossip",
+    "GradScaler": "gossamer.gossip",
+    "Simulation": "gossamer.simulate",
+    "decentralize": "gossamer.gossip",
+}
+_PACKAGES = ("engine", "gossip", "lab", "optim", "records", "simulate", "topology", "workloads")
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,237 @@
+"""What a simulated worker-step costs, in time and memory.
+
+    python -m benchmarks.simulation [--model mlp] [--workers 256 --workers 1008] [--rounds 3]
+
+One JSON line per model and number of workers. Three ways to do the same amount of training,
+interleaved in one process, medians over rounds:
+
+- ``simulation``: gossamer.Simulation, ring, awc; the whole step.
+- ``loop``: a module and an optimizer per worker, one after the other; no mixing.
+- ``batch``: one model on one batch of all workers' samples, which is the limit: the same
+  arithmetic on samples, and nothing per worker.
+
+``of_loop`` and ``of_batch`` are simulation time over theirs, median of the rounds' ratios.
+``peak_mb`` is what a fresh process takes for some steps, beyond what it took before the simulation
+was built; ``budget_mb`` is parameters + gradients + optimizer state + one mixing buffer.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import typer
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from gossamer import Simulation
+
+VOCABULARY, TIME = 64, 16
+WARMUP = 10
+"""Steps before the first measured one: the simulation chooses how to compute in them."""
+
+
+class Workload(NamedTuple):
+    """A model, and the size of a worker's batch."""
+
+    build: Callable[[], nn.Module]
+    batch: int
+    sample: Callable[[int, int], tuple[Tensor, Tensor]]
+    """From workers and batch size: inputs and targets, workers first."""
+
+
+class Tokens(nn.Module):
+    """An embedding, something that maps sequences to sequences, and a linear layer."""
+
+    def __init__(self, width: int, body: nn.Module, outputs: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.body = body
+        self.head = nn.Linear(outputs, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return logits of the token after the last."""
+        states = self.body(self.embedding(tokens))
+        states = states[0] if isinstance(states, tuple) else states
+        return self.head(states[:, -1])
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+
+
+def convnet() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 8, 8)),
+        *(nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
+        *(nn.Conv2d(16, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU()),
+        nn.MaxPool2d(4),
+        nn.Flatten(),
+        nn.Linear(128, 10),
+    )
+
+
+def lstm() -> nn.Module:
+    return Tokens(32, nn.LSTM(32, 64, batch_first=True), 64)
+
+
+def transformer() -> nn.Module:
+    layers = [nn.TransformerEncoderLayer(32, 2, 64, dropout=0, batch_first=True) for _ in range(2)]
+    return Tokens(32, nn.Sequential(*layers), 32)
+
+
+def images(workers: int, batch: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(workers, batch, 64), torch.randint(10, (workers, batch))
+
+
+def tokens(workers: int, batch: int) -> tuple[Tensor, Tensor]:
+    sequences = torch.randint(VOCABULARY, (workers, batch, TIME + 1))
+    return sequences[..., :-1], sequences[..., -1]
+
+
+WORKLOADS = {
+    "mlp": Workload(mlp, 32, images),
+    "convnet": Workload(convnet, 16, images),
+    "lstm": Workload(lstm, 16, tokens),
+    "transformer": Workload(transformer, 16, tokens),
+}
+loss_of = nn.functional.cross_entropy
+
+
+def make_optimizer(parameters: Any) -> SGD:
+    return SGD(parameters, lr=0.01, momentum=0.9, fused=True)
+
+
+def main(
+    model: Annotated[list[str] | None, typer.Option(help="Only this; repeatable.")] = None,
+    workers: Annotated[list[int], typer.Option()] = [16, 64, 256, 1008],  # noqa: B006
+    rounds: Annotated[int, typer.Option(help="Each runs every way for some steps.")] = 5,
+    memory_of: Annotated[str, typer.Option(hidden=True)] = "",
+) -> None:
+    """Print one JSON line per model and number of workers."""
+    if memory_of:
+        print(json.dumps(peak_memory(WORKLOADS[memory_of], workers[0])))
+        return
+    for name in model or WORKLOADS:
+        for num_workers in workers:
+            line = measure(name, num_workers, rounds) | memory_in_own_process(name, num_workers)
+            print(json.dumps(line), flush=True)
+
+
+def measure(name: str, num_workers: int, rounds: int) -> dict[str, Any]:
+    """Return the throughput of the three ways and their ratios."""
+    torch.manual_seed(0)
+    workload = WORKLOADS[name]
+    model = workload.build()
+    inputs, targets = workload.sample(num_workers, workload.batch)
+    sim = make_simulation(model, num_workers)
+    ways = {
+        "simulation": lambda: sim.step(inputs, targets),
+        "loop": loop_step(model, inputs, targets),
+        "batch": batch_step(model, inputs, targets),
+    }
+    for _ in range(WARMUP):
+        ways["simulation"]()
+    for way in ways.values():
+        way()
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(rounds):
+        for way, step in ways.items():
+            seconds[way].append(seconds_per_step(step, 1 if way == "loop" else 3))
+    sizes = {
+        "model": name,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "batch": workload.batch,
+        "workers": num_workers,
+        "threads": torch.get_num_threads(),
+    }
+    speed = {
+        f"{way}_worker_steps_per_s": round(num_workers / statistics.median(times))
+        for way, times in seconds.items()
+    }
+    ratios = {
+        f"of_{way}": round(median_ratio(seconds["simulation"], seconds[way]), 3)
+        for way in ("loop", "batch")
+    }
+    return sizes | speed | ratios | {"how": sim.state_dict()["gradients"]}
+
+
+def make_simulation(model: nn.Module, num_workers: int) -> Simulation:
+    return Simulation(model, loss_of, make_optimizer, workers=num_workers, topology="ring")
+
+
+def loop_step(model: nn.Module, inputs: Tensor, targets: Tensor) -> Callable[[], None]:
+    models = [copy.deepcopy(model) for _ in inputs]
+    optimizers = [make_optimizer(own.parameters()) for own in models]
+
+    def step() -> None:
+        for own, optimizer, x, y in zip(models, optimizers, inputs, targets, strict=True):
+            optimizer.zero_grad()
+            loss_of(own(x), y).backward()
+            optimizer.step()
+
+    return step
+
+
+def batch_step(model: nn.Module, inputs: Tensor, targets: Tensor) -> Callable[[], None]:
+    own = copy.deepcopy(model)
+    optimizer = make_optimizer(own.parameters())
+    x, y = inputs.flatten(0, 1), targets.flatten(0, 1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss_of(own(x), y).backward()
+        optimizer.step()
+
+    return step
+
+
+def seconds_per_step(step: Callable[[], object], steps: int) -> float:
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    return (time.perf_counter() - start) / steps
+
+
+def median_ratio(times: list[float], others: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(times, others, strict=True))
+
+
+def memory_in_own_process(name: str, num_workers: int) -> dict[str, float]:
+    command = [sys.executable, "-m", "benchmarks.simulation"]
+    options = ["--memory-of", name, "--workers", str(num_workers)]
+    output = subprocess.run([*command, *options], check=True, capture_output=True, text=True)
+    return json.loads(output.stdout)
+
+
+def peak_memory(workload: Workload, num_workers: int) -> dict[str, float]:
+    model = workload.build()
+    inputs, targets = workload.sample(num_workers, workload.batch)
+    small = make_simulation(model, 2)  # so that what torch loads at first use is not counted
+    for _ in range(WARMUP):
+        small.step(inputs[:2], targets[:2])
+    before = peak_mb()
+    sim = make_simulation(model, num_workers)
+    for _ in range(WARMUP):
+        sim.step(inputs, targets)
+    stacked = sum(p.nbytes for p in sim.parameters.values()) / 1e6
+    return {"peak_mb": round(peak_mb() - before, 1), "budget_mb": round(4 * stacked, 1)}
+
+
+def peak_mb() -> float:
+    # Not getrusage: its maximum starts from that of the process that this one was forked from.
+    status = Path("/proc/self/status").read_text()
+    return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) * 1024 / 1e6
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,8 @@
+"""W virtual workers in one process, equal to the real run."""
+
+from gossamer.simulate.centralized import Centralized
+from gossamer.simulate.gradients import worker_seed
+from gossamer.simulate.mixing import mix_
+from gossamer.simulate.simulation import Simulation
+
+__all__ = ["Centralized", "Simulation", "mix_", "worker_seed"]

@@ -1,0 +1,32 @@
+"""Batches of all workers: tensors, tuples or dicts of them, with workers as first dimension."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from gossamer.errors import UserError
+
+
+def check_workers(tensors: Any, what: str, num_workers: int) -> None:
+    """Raise unless every tensor has a row per worker."""
+    for leaf in tree_leaves(tensors):
+        shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
+        if not isinstance(leaf, Tensor) or not shape or shape[0] != num_workers:
+            raise UserError(
+                f"{what} must be tensors with {num_workers} workers as their first dimension, "
+                f"got {shape}; stack one batch per worker"
+            )
+
+
+def select(tensors: Any, index: int | slice, dtype: torch.dtype) -> Any:
+    """Return the rows of some workers, floating-point ones in the given dtype."""
+
+    def row(tensor: Tensor) -> Tensor:
+        chosen = tensor[index]
+        return chosen.to(dtype) if chosen.is_floating_point() else chosen
+
+    return tree_map(row, tensors)

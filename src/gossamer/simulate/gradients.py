@@ -1,0 +1,255 @@
+"""Losses of many workers, some at a time: together under vmap, or one after the other.
+
+Together is faster where a worker's own work is small, and impossible where a model does what vmap
+refuses; so both are there, and a few timed steps choose. How many go together follows from the
+memory that one worker's activations take: too few and calls cost more than arithmetic, too many and
+activations leave the cache. Chunks also bound the memory that a step needs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+import time
+import warnings
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol, TypeAlias, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call  # pyright: ignore[reportPrivateImportUsage]
+
+from gossamer.errors import UserError
+from gossamer.simulate.kernels import StackedKernels
+
+_log = logging.getLogger(__name__)
+
+Tensors: TypeAlias = Mapping[str, Tensor]
+Loss: TypeAlias = Callable[[Any, Any], Tensor]
+
+_CHUNK_BYTES = (32 << 20, 16 << 20, 64 << 20, 128 << 20)
+"""Activations of the workers that go together: about a last-level cache. The first is the rule, the
+others are tried where methods are timed."""
+
+_PROBED = 4
+"""Workers that the first vmap runs on, to see whether it works and what memory it takes."""
+
+_LOOP = 0
+"""In place of the size of a chunk: one worker after the other, without vmap."""
+
+_TIMED_TWICE = 2
+_TIMED_IN_LOOP = 8
+
+
+class Evaluate(Protocol):
+    """Losses of one worker, or of a chunk of them: a leading dimension on everything."""
+
+    def __call__(self, parameters: Tensors, buffers: Tensors, inputs: Any, targets: Any) -> Tensor:
+        """Run the model and the loss."""
+        ...
+
+
+Backward: TypeAlias = Callable[[int | slice, Evaluate], None]
+"""Computes and stores losses and gradients of the workers that an index (int or slice) selects."""
+
+
+def worker_seed(seed: int, worker: int, step: int) -> int:
+    """Return the seed of what a worker draws in a step's forward pass (dropout masks).
+
+    A real run draws the same with ``torch.manual_seed(worker_seed(seed, rank, step))`` before its
+    forward pass.
+    """
+    digest = hashlib.blake2b(f"{seed}/{worker}/{step}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big")
+
+
+@final
+class PerWorker:
+    """Runs a backward pass for every worker, in chunks.
+
+    Args:
+        model: one worker's; its parameters and buffers are replaced by those that are passed in.
+        loss: loss(output, target), a scalar.
+        num_workers: how many there are.
+        seed: of what forward passes draw.
+        method: ``"vmap"``, ``"loop"``, or ``"auto"`` to time both and keep the faster.
+        one_model: whether all workers have the same parameters, without a leading dimension.
+        chunk_bytes: most memory for the activations of workers that go together.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        *,
+        num_workers: int,
+        seed: int,
+        method: str,
+        one_model: bool = False,
+        chunk_bytes: float = math.inf,
+    ) -> None:
+        if method not in _METHODS:
+            raise UserError(f"gradients must be one of {', '.join(_METHODS)}, got {method!r}")
+        self._model = model
+        self._loss = loss
+        self._num_workers = num_workers
+        self._seed = seed
+        self._chunk_bytes = chunk_bytes
+        self._in_dims = (None if one_model else 0, 0, 0, 0)
+        self._chosen: int | None = _LOOP if method == "loop" else None
+        """Workers that go together, or _LOOP; None until it is known."""
+        self._candidates: list[int] = []
+        """Sizes of chunks to time; the first step finds them."""
+        self._times: dict[int, list[float]] = {}
+        """Seconds per worker by size of chunk."""
+        self._timed = method == "auto"
+
+    def run(self, step: int, buffers: Tensors, backward: Backward) -> None:
+        """Call ``backward`` for all workers.
+
+        Args:
+            step: which decides, with the seed, what is drawn.
+            buffers: stacked; restored where a first attempt under vmap has changed them in vain.
+            backward: gets the index of one worker or of a chunk, and what evaluates it.
+        """
+        start = 0
+        if self._chosen is None and not self._candidates:
+            start = self._probe(step, buffers, backward)
+        if self._chosen is None:
+            self._time(step, start, backward)
+        else:
+            self._run(step, range(start, self._num_workers), self._chosen, backward)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what has been found out, so that a continued run computes in the same way."""
+        return {"chunk": self._chosen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with what has been found out."""
+        self._chosen = state["chunk"]
+
+    def _probe(self, step: int, buffers: Tensors, backward: Backward) -> int:
+        """Try a few workers under vmap, set the size of chunks; return how many have been done."""
+        index = slice(0, min(_PROBED, self._num_workers))
+        before = {name: buffer[index].clone() for name, buffer in buffers.items()}
+        try:
+            with _counted() as saved:
+                self._together(step, index, backward)
+        except Exception as error:  # whatever vmap and a model may raise at each other
+            for name, buffer in buffers.items():
+                buffer[index] = before[name]
+            self._run(step, range(index.stop), _LOOP, backward)  # raises what is not vmap's doing
+            self._chosen = _LOOP
+            warnings.warn(
+                f"workers run one after the other, because {self._where(error)} does what "
+                f"torch.vmap refuses: {str(error)[:200] or type(error).__name__}",
+                stacklevel=5,
+            )
+            return index.stop
+        per_worker = max(1, sum(saved.values()) / index.stop)
+        sizes = (min(size, self._chunk_bytes) / per_worker for size in _CHUNK_BYTES)
+        self._candidates = list(
+            dict.fromkeys(max(1, min(self._num_workers, int(s))) for s in sizes)
+        )
+        if not self._timed or self._num_workers == 1:
+            self._chosen = self._candidates[0]
+        return index.stop
+
+    def _time(self, step: int, start: int, backward: Backward) -> None:
+        """Time some workers in the loop and the others in chunks of one size; choose at the end."""
+        chunk = min(self._candidates, key=lambda size: len(self._times.get(size, ())))
+        num_loop = min(_TIMED_IN_LOOP, (self._num_workers - start) // 2)
+        parts = {
+            _LOOP: range(start, start + num_loop),
+            chunk: range(start + num_loop, self._num_workers),
+        }
+        for size, workers in parts.items():
+            begin = time.perf_counter()
+            self._run(step, workers, size, backward)
+            if start == 0:  # the step that probes also warms up
+                seconds = (time.perf_counter() - begin) / len(workers)
+                self._times.setdefault(size, []).append(seconds)
+        if all(len(self._times.get(size, ())) == _TIMED_TWICE for size in self._candidates):
+            fastest = {size: min(times) for size, times in self._times.items()}
+            self._chosen = min(fastest, key=fastest.__getitem__)
+            _log.debug("seconds per worker by size of chunk, %d the loop: %s", _LOOP, fastest)
+
+    def _run(self, step: int, workers: range, chunk: int, backward: Backward) -> None:
+        if chunk == _LOOP:
+            self._one_by_one(step, workers, backward)
+            return
+        for first in range(workers.start, workers.stop, chunk):
+            self._together(step, slice(first, min(first + chunk, workers.stop)), backward)
+
+    def _one_by_one(self, step: int, workers: range, backward: Backward) -> None:
+        generator = torch.default_generator
+        before = generator.get_state()
+        try:
+            for worker in workers:
+                generator.manual_seed(worker_seed(self._seed, worker, step))
+                backward(worker, self._evaluate)
+        finally:
+            generator.set_state(before)
+
+    def _together(self, step: int, index: slice, backward: Backward) -> None:
+        workers = range(index.start, index.stop)
+
+        def generators() -> list[torch.Generator]:
+            seeds = (worker_seed(self._seed, worker, step) for worker in workers)
+            return [torch.Generator().manual_seed(seed) for seed in seeds]
+
+        def evaluate(parameters: Tensors, buffers: Tensors, inputs: Any, targets: Any) -> Tensor:
+            with StackedKernels(generators):
+                vectorized = torch.vmap(self._evaluate, in_dims=self._in_dims)
+                return vectorized(parameters, buffers, inputs, targets)
+
+        backward(index, evaluate)
+
+    def _evaluate(self, parameters: Tensors, buffers: Tensors, inputs: Any, targets: Any) -> Tensor:
+        args, kwargs = (), {}
+        if isinstance(inputs, dict):
+            kwargs = inputs
+        else:
+            args = inputs if isinstance(inputs, tuple) else (inputs,)
+        output = functional_call(self._model, {**parameters, **buffers}, args, kwargs)
+        loss = self._loss(output, targets)
+        if loss.dim():
+            raise UserError(
+                f"loss(output, target) must return a scalar, the mean over a worker's batch, got "
+                f"shape {tuple(loss.shape)}; call .mean() on it"
+            )
+        return loss
+
+    def _where(self, error: BaseException) -> str:
+        """Name the innermost layer that an exception came through."""
+        names = {id(module): name for name, module in self._model.named_modules()}
+        found = "the loss"
+        trace = error.__traceback__
+        while trace is not None:
+            module = trace.tb_frame.f_locals.get("self")
+            if isinstance(module, nn.Module) and id(module) in names:
+                found = f"layer {names[id(module)] or 'model'!r} ({type(module).__name__})"
+            trace = trace.tb_next
+        return found
+
+
+_METHODS = ("auto", "vmap", "loop")
+
+
+@contextmanager
+def _counted() -> Generator[dict[int, int]]:
+    """Collect the memory that forward passes keep for their backward pass: bytes by address."""
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.nbytes
+        return tensor
+
+    def unpack(tensor: Tensor) -> Tensor:
+        return tensor
+
+    with saved_tensors_hooks(pack, unpack):
+        yield saved

@@ -1,0 +1,376 @@
+"""W workers of decentralized training in one process, as stacked tensors.
+
+One step is the specification that a distributed run is equal to, worker by worker:
+
+    awc (adapt while combine)              atc (adapt then combine)
+    1. gradient at x_t                     1. gradient at x_t
+    2. mix x_t with W_t                    2. optimizer step
+    3. optimizer step                      3. mix with W_t, as often as asked
+
+    x_{t+1} = Opt(W_t x_t; g(x_t))         x_{t+1} = W_t Opt(x_t; g(x_t))
+
+All workers start equal, so awc's step 0 has nothing to mix.
+"""
+
+# W: workers, N: numbers per worker
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
+from torch.optim import Optimizer
+
+from gossamer.errors import UserError
+from gossamer.simulate.batches import check_workers, select
+from gossamer.simulate.gradients import Evaluate, Loss, PerWorker
+from gossamer.simulate.memory import chunk_bytes
+from gossamer.simulate.mixing import mix_
+from gossamer.simulate.update import MakeOptimizer, make_update, try_out
+from gossamer.topology import Round, Schedule, parse, static
+
+
+@final
+class Simulation:
+    """Decentralized training of W virtual workers; equal to ``decentralize`` on W ranks.
+
+    Args:
+        model: a template, not modified; every worker starts from its parameters and buffers.
+        loss: loss(output, target), a scalar: the mean over one worker's batch.
+        optimizer: from a list of parameters to any torch optimizer that takes one gradient per
+            step, such as ``lambda params: torch.optim.SGD(params, lr=0.1)``.
+        workers: how many.
+        topology: a text such as ``"lattice(k=4)"``, a Round, or a Schedule.
+        order: ``"awc"`` mixes while the gradient is computed, ``"atc"`` after the update.
+        gossip_steps: how often ``"atc"`` mixes per step, each time with the step's round.
+        buffers: running statistics of normalization layers are ``"average"``: each worker's own,
+            and averaged by ``average()``; ``"local"``: each worker's own, and worker 0's in
+            ``average()``; or ``"mix"``: mixed at every step, as parameters are.
+        dtype: of parameters, and of floating-point inputs.
+        seed: of what forward passes draw; see ``worker_seed``.
+        memory_gb: most memory for parameters, gradients, optimizer state and activations; by
+            default what is free. Workers are computed in chunks that keep to it.
+        gradients: ``"vmap"`` computes workers together, ``"loop"`` one after the other;
+            ``"auto"`` times both in the first steps and keeps the faster. They agree to rounding.
+    """
+
+    def __init__(  # noqa: PLR0913 - one keyword per option
+        self,
+        model: nn.Module,
+        loss: Loss,
+        optimizer: MakeOptimizer,
+        workers: int,
+        topology: str | Round | Schedule = "one_peer_exponential",
+        order: str = "awc",
+        *,
+        gossip_steps: int = 1,
+        buffers: str = "average",
+        dtype: torch.dtype = torch.float32,
+        seed: int = 0,
+        memory_gb: float | None = None,
+        gradients: str = "auto",
+    ) -> None:
+        self.schedule = _to_schedule(topology, workers)
+        self.num_steps = 0
+        """Steps taken so far."""
+        self._order = _choose_order(order, gossip_steps)
+        if buffers not in _BUFFERS:
+            raise UserError(f"buffers must be one of {', '.join(_BUFFERS)}, got {buffers!r}")
+        self._policy = _BUFFERS[buffers]
+
+        # - One worker
+        self._model = copy.deepcopy(model).to(dtype)
+        trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        if not trained:
+            raise UserError(
+                "the model must have trainable parameters, got none; set requires_grad on some"
+            )
+        trial = try_out(optimizer, list(trained.values()))
+        room = chunk_bytes(
+            memory_gb,
+            _bytes(trained.values()),
+            _bytes(self._model.buffers()) + trial.state_bytes,
+            workers,
+        )
+
+        # - All workers
+        self._parameters = {name: nn.Parameter(_stack(p, workers)) for name, p in trained.items()}
+        self._buffers = {name: _stack(b, workers) for name, b in self._model.named_buffers()}
+        self._statistics = [self._buffers[name] for name in _statistics(self._model)]
+        self._update = make_update(optimizer, list(self._parameters.values()), trial)
+        self._per_worker = PerWorker(
+            self._model,
+            loss,
+            num_workers=workers,
+            seed=seed,
+            method=gradients,
+            chunk_bytes=room,
+        )
+        self._copies_sent: npt.NDArray[np.float64] = np.zeros(workers)
+        self._messages_sent: npt.NDArray[np.int64] = np.zeros(workers, np.int64)
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers there are."""
+        return self.schedule.num_workers
+
+    @property
+    def parameters(self) -> dict[str, Tensor]:
+        """All workers' parameters by name, [W, ...]: the tensors themselves, no copies."""
+        return {name: p.detach() for name, p in self._parameters.items()}
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer, for learning-rate schedulers; its settings hold for all workers."""
+        return self._update.optimizer
+
+    @property
+    def bytes_sent(self) -> npt.NDArray[np.float64]:
+        """Bytes that each worker would have sent so far for its parameters, [W]."""
+        return self._copies_sent * (_bytes(self._parameters.values()) / self.num_workers)
+
+    @property
+    def messages_sent(self) -> npt.NDArray[np.int64]:
+        """Messages that each worker would have sent so far, one bucket for all parameters, [W]."""
+        return self._messages_sent.copy()
+
+    def step(self, inputs: Any, targets: Any, round: Round | None = None) -> Tensor:
+        """Train all workers for one step.
+
+        Args:
+            inputs: a tensor [W, B, ...] for ``model(x)``, a tuple of them for ``model(*x)``, or a
+                dict for ``model(**x)``.
+            targets: what the loss gets as its second argument, with the same leading dimension.
+            round: what to mix with in place of the schedule's round of this step.
+
+        Returns:
+            Each worker's loss before the step, [W].
+        """
+        chosen = self.schedule.round(self.num_steps) if round is None else round
+        # What neighbours get of statistics that are mixed while forward passes change them.
+        sent = [s.clone() for s in self._statistics] if self._policy.mixed else []
+        losses = self.gradient(inputs, targets)
+        self._order(self, chosen, sent)
+        self.num_steps += 1
+        return losses
+
+    def gradient(self, inputs: Any, targets: Any) -> Tensor:
+        """Compute each worker's loss and gradient at its own parameters; return the losses."""
+        check_workers(inputs, "inputs", self.num_workers)
+        check_workers(targets, "targets", self.num_workers)
+        first = next(iter(self._parameters.values()))
+        losses_W = torch.empty(self.num_workers, dtype=first.dtype, device=first.device)
+        used: set[str] = set()
+
+        def backward(index: int | slice, evaluate: Evaluate) -> None:
+            leaves = {n: p.detach()[index].requires_grad_() for n, p in self._parameters.items()}
+            buffers = {name: buffer[index] for name, buffer in self._buffers.items()}
+            batch = select((inputs, targets), index, first.dtype)
+            losses = evaluate(leaves, buffers, *batch)
+            losses_W[index] = losses.detach()
+            grads: Any = torch.autograd.grad(
+                losses.sum(), tuple(leaves.values()), allow_unused=True
+            )
+            for name, grad in zip(leaves, grads, strict=True):
+                if grad is not None:
+                    used.add(name)
+                _store_(self._parameters[name], index, grad)
+
+        self._per_worker.run(self.num_steps, self._buffers, backward)
+        for name in self._parameters.keys() - used:  # as in torch: an optimizer leaves it alone
+            self._parameters[name].grad = None
+        return losses_W
+
+    def mix(self, round: Round, sent: Sequence[Tensor] = ()) -> None:
+        """Mix all parameters with a round, and statistics where they are mixed.
+
+        Args:
+            round: on as many workers.
+            sent: statistics as neighbours get them, one per statistic; by default as they are.
+        """
+        for parameter in self._parameters.values():
+            mix_(parameter, round)
+        if self._policy.mixed:
+            own_W = torch.from_numpy(round.matrix().diagonal())
+            for now, before in zip(self._statistics, sent or self._statistics, strict=True):
+                # (W s)_i, except that a worker's own weight is on its current value.
+                own = own_W.to(now).view(-1, *[1] * (now.dim() - 1))
+                change = (now - before).mul_(own)
+                mix_(before, round)
+                now.copy_(before + change)
+        self._copies_sent += round.copies_sent
+        self._messages_sent += round.messages_sent
+
+    def update(self) -> None:
+        """Take the optimizer's step on all workers."""
+        self._update.step()
+
+    @torch.no_grad()
+    def consensus_distance(self) -> float:
+        """Return Ξ, with Ξ² = (1/W) Σ_i ‖x̄ − x_i‖², over all parameters."""
+        squared = sum(
+            float(p.var(0, correction=0).sum(dtype=torch.float64))
+            for p in self._parameters.values()
+        )
+        return math.sqrt(squared)
+
+    @torch.no_grad()
+    def norms(self) -> dict[str, Tensor]:
+        """Return the L2 norm of every parameter tensor of every worker: name to [W]."""
+        return {
+            name: torch.linalg.vector_norm(p.flatten(1), dim=1)
+            for name, p in self._parameters.items()
+        }
+
+    def average(self) -> nn.Module:
+        """Return a plain module with the mean of all workers' parameters."""
+        model = self.worker(0)
+        averaged = dict(self._parameters)
+        if self._policy.averaged:
+            averaged |= {name: self._buffers[name] for name in _statistics(self._model)}
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        with torch.no_grad():
+            for name, stacked in averaged.items():
+                tensors[name].copy_(stacked.mean(0))
+        return model
+
+    def worker(self, worker: int) -> nn.Module:
+        """Return a plain module with one worker's parameters and buffers."""
+        if not 0 <= worker < self.num_workers:
+            raise UserError(
+                f"worker must be in 0..{self.num_workers - 1}, got {worker}; "
+                f"this simulation has {self.num_workers}"
+            )
+        model = copy.deepcopy(self._model)
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        with torch.no_grad():
+            for name, stacked in {**self._parameters, **self._buffers}.items():
+                tensors[name].copy_(stacked[worker])
+        return model
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a later run needs to continue bit for bit; references, as in torch."""
+        return {
+            "num_steps": self.num_steps,
+            "parameters": self.parameters,
+            "buffers": dict(self._buffers),
+            "optimizer": self._update.state_dict(),
+            "gradients": self._per_worker.state_dict(),
+            "copies_sent": self._copies_sent.tolist(),
+            "messages_sent": self._messages_sent.tolist(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from the state of a simulation that was built with the same arguments."""
+        for own, saved in ((self._parameters, "parameters"), (self._buffers, "buffers")):
+            shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
+            given = {name: tuple(tensor.shape) for name, tensor in state[saved].items()}
+            if shapes != given:
+                raise UserError(
+                    f"a state must have the {saved} of this simulation, {shapes}, got {given}; "
+                    "build the simulation with the model and workers that the state is of"
+                )
+            for name, tensor in own.items():
+                tensor.copy_(state[saved][name])
+        self._update.load_state_dict(state["optimizer"])
+        self._per_worker.load_state_dict(state["gradients"])
+        self._copies_sent = np.array(state["copies_sent"])
+        self._messages_sent = np.array(state["messages_sent"])
+        self.num_steps = state["num_steps"]
+
+
+_Order = Callable[[Simulation, Round, list[Tensor]], None]
+
+
+def _adapt_while_combine(sim: Simulation, round: Round, sent: list[Tensor]) -> None:
+    if sim.num_steps > 0:
+        sim.mix(round, sent)
+    sim.update()
+
+
+def _choose_order(order: str, gossip_steps: int) -> _Order:
+    if order not in ("awc", "atc"):
+        raise UserError(f"order must be one of awc, atc, got {order!r}")
+    if order == "awc":
+        if gossip_steps != 1:
+            raise UserError(
+                f"awc mixes once per step, while the gradient is computed, got gossip_steps="
+                f"{gossip_steps}; use order='atc', or a denser topology"
+            )
+        return _adapt_while_combine
+    if gossip_steps < 1:
+        raise UserError(f"gossip_steps must be above 0, got {gossip_steps}; leave it out for one")
+
+    def adapt_then_combine(sim: Simulation, round: Round, sent: list[Tensor]) -> None:
+        sim.update()
+        for _ in range(gossip_steps):
+            sim.mix(round)
+
+    return adapt_then_combine
+
+
+class _BufferPolicy(NamedTuple):
+    """What happens to running statistics."""
+
+    averaged: bool
+    """In ``average()``."""
+
+    mixed: bool
+    """At every step."""
+
+
+_BUFFERS: dict[str, _BufferPolicy] = {
+    "average": _BufferPolicy(averaged=True, mixed=False),
+    "local": _BufferPolicy(averaged=False, mixed=False),
+    "mix": _BufferPolicy(averaged=True, mixed=True),
+}
+
+
+def _to_schedule(topology: str | Round | Schedule, num_workers: int) -> Schedule:
+    if isinstance(topology, str):
+        return parse(topology, num_workers)
+    schedule = static(topology) if isinstance(topology, Round) else topology
+    if schedule.num_workers != num_workers:
+        raise UserError(
+            f"the topology must be on the {num_workers} workers of the simulation, got one on "
+            f"{schedule.num_workers}; build it for {num_workers}"
+        )
+    return schedule
+
+
+def _statistics(model: nn.Module) -> list[str]:
+    """Return the names of the running statistics of normalization layers."""
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, _NormBase)}
+    return [
+        f"{layer}.{name}" if layer else name
+        for layer, module in layers.items()
+        for name, buffer in module.named_buffers(recurse=False)
+        if buffer.is_floating_point()
+    ]
+
+
+def _stack(tensor: Tensor, num_workers: int) -> Tensor:
+    shape = (num_workers, *tensor.shape)
+    return tensor.detach().expand(shape).clone(memory_format=torch.contiguous_format)
+
+
+def _store_(parameter: nn.Parameter, index: Any, grad: Tensor | None) -> None:
+    """Write some workers' gradient into the stacked one; zeros for a worker that did not use it."""
+    if grad is not None:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        parameter.grad[index].copy_(grad)
+    elif parameter.grad is not None:
+        parameter.grad[index].zero_()
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(tensor.nbytes for tensor in tensors)

@@ -1,0 +1,176 @@
+"""One optimizer's step for all workers.
+
+Most optimizers compute each number of a parameter by itself. On stacked tensors [W, ...] one such
+optimizer is W of them. An optimizer that looks at a tensor as a whole (its norm, its rows) is not,
+nor is one built by a function that looks at the shapes of parameters; then each worker gets its
+own. Which of the two it is, is found by trying it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, TypeAlias, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from gossamer.errors import UserError
+
+MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
+
+_TRIAL_STEPS = 3
+
+
+class Update(Protocol):
+    """The optimizer step of all workers."""
+
+    optimizer: Optimizer
+    """The one whose hyperparameters count: for learning-rate schedulers."""
+
+    def step(self) -> None:
+        """Step all workers from the stacked gradients."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of all workers' optimizers."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state."""
+        ...
+
+
+class Trial(NamedTuple):
+    """What a few steps on random tensors showed about an optimizer."""
+
+    elementwise: bool
+    """Whether one optimizer on stacked tensors equals one for each worker."""
+
+    state_bytes: int
+    """Memory of one worker's optimizer state."""
+
+
+def make_update(make: MakeOptimizer, stacked: list[nn.Parameter], trial: Trial) -> Update:
+    """Return an optimizer on stacked parameters, or one per worker where that is not the same."""
+    return (
+        StackedUpdate(build(make, stacked)) if trial.elementwise else PerWorkerUpdate(make, stacked)
+    )
+
+
+def try_out(make: MakeOptimizer, parameters: list[nn.Parameter]) -> Trial:
+    """Find out how an optimizer behaves on stacked tensors.
+
+    Two workers with random parameters and gradients take a few steps, together and apart.
+
+    Args:
+        make: builds a torch optimizer from a list of parameters.
+        parameters: one worker's, for their shapes.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def random(like: Tensor) -> Tensor:
+        return torch.randn(2, *like.shape, generator=generator, dtype=like.dtype).to(like.device)
+
+    stacked = [nn.Parameter(random(p)) for p in parameters]
+    apart = [[nn.Parameter(p.detach()[i].clone()) for p in stacked] for i in range(2)]
+    gradients = [[random(p) for p in parameters] for _ in range(_TRIAL_STEPS)]
+    optimizers = [build(make, own) for own in apart]
+    for i, own in enumerate(apart):
+        for grads in gradients:
+            _step(optimizers[i], own, [grad[i].clone() for grad in grads])
+    try:
+        together = build(make, stacked)
+        for grads in gradients:
+            _step(together, stacked, grads)
+    except Exception:  # it does not take tensors of these shapes, however it says so
+        elementwise = False
+    else:
+        pairs = zip(stacked, *apart, strict=True)
+        elementwise = all(_close(p, torch.stack(own)) for p, *own in pairs)
+    state = [s for of_one in optimizers[0].state.values() for s in of_one.values()]
+    return Trial(elementwise, sum(s.nbytes for s in state if isinstance(s, Tensor)))
+
+
+@final
+class StackedUpdate:
+    """One optimizer on stacked parameters."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None:
+        """Step all workers from the stacked gradients."""
+        self.optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the optimizer."""
+        return self.optimizer.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state."""
+        self.optimizer.load_state_dict(state)
+
+
+@final
+class PerWorkerUpdate:
+    """An optimizer per worker, on slices of stacked parameters; all follow the first's settings."""
+
+    def __init__(self, make: MakeOptimizer, stacked: list[nn.Parameter]) -> None:
+        self._stacked = stacked
+        # A slice of a parameter's data is a leaf of its own that shares the memory.
+        self._own = [
+            [nn.Parameter(p.detach()[i]) for p in stacked] for i in range(stacked[0].shape[0])
+        ]
+        self._optimizers = [build(make, own) for own in self._own]
+        self.optimizer = self._optimizers[0]
+
+    def step(self) -> None:
+        """Step all workers from the stacked gradients."""
+        for i, (own, optimizer) in enumerate(zip(self._own, self._optimizers, strict=True)):
+            for p, q in zip(own, self._stacked, strict=True):
+                p.grad = None if q.grad is None else q.grad[i]
+            for group, first in zip(
+                optimizer.param_groups, self.optimizer.param_groups, strict=True
+            ):
+                group.update({k: v for k, v in first.items() if k != "params"})
+            optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all optimizers."""
+        return {"workers": [optimizer.state_dict() for optimizer in self._optimizers]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state."""
+        for optimizer, own in zip(self._optimizers, state["workers"], strict=True):
+            optimizer.load_state_dict(own)
+
+
+def build(make: MakeOptimizer, parameters: list[nn.Parameter]) -> Optimizer:
+    """Return the optimizer of these parameters, after checks."""
+    optimizer = make(parameters)
+    known = {id(p) for p in parameters}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    strangers = sum(id(p) not in known for p in held)
+    if strangers or not held:
+        raise UserError(
+            "the optimizer must hold the parameters that its function is given, got "
+            f"{len(held) - strangers} of them and {strangers} others; pass a function such as "
+            "lambda params: torch.optim.SGD(params, lr=0.1)"
+        )
+    if isinstance(optimizer, LBFGS):
+        raise UserError(
+            "an optimizer must take one gradient per step, got LBFGS, which evaluates the loss "
+            "again; use SGD or Adam"
+        )
+    return optimizer
+
+
+def _step(optimizer: Optimizer, parameters: list[nn.Parameter], grads: list[Tensor]) -> None:
+    for p, grad in zip(parameters, grads, strict=True):
+        p.grad = grad
+    optimizer.step()
+
+
+def _close(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, rtol=1e-5, atol=1e-7)

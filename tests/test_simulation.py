@@ -1,0 +1,458 @@
+"""What the simulation promises beside parity: chunks, fallbacks, measures, states, errors."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim import SGD, Adafactor, AdamW
+
+from gossamer import Simulation, decentralize
+from gossamer.errors import UserError
+from gossamer.simulate import Centralized, mix_, worker_seed
+from gossamer.topology import parse, ring
+from tests import tasks
+from tests.catalogue import ALL_TOPOLOGIES
+from tests.ranks import run_ranks
+from tests.reference import ORDERS, fill_
+from tests.tasks import ALL_TASKS, Task, Tokens
+
+MLP = ALL_TASKS["mlp"]
+CONVNET = ALL_TASKS["convnet"]
+
+
+def sgd(params: Any) -> SGD:
+    return SGD(params, lr=0.1, momentum=0.9)
+
+
+def make(task: Task = MLP, workers: int = 6, topology: Any = "ring", **options: Any) -> Simulation:
+    optimizer = options.pop("optimizer", sgd)
+    options = {"dtype": torch.float64, "gradients": "vmap"} | options
+    return Simulation(task.make(), task.loss, optimizer, workers, topology, **options)
+
+
+def run(sim: Any, task: Task = MLP, steps: int = 4) -> Any:
+    for step in range(sim.num_steps, sim.num_steps + steps):
+        sim.step(*tasks.batches(task, sim.num_workers, step))
+    return sim
+
+
+def assert_same(a: Simulation, b: Simulation, atol: float = 1e-12) -> None:
+    for own, other in ((a.parameters, b.parameters), (a._buffers, b._buffers)):
+        torch.testing.assert_close(dict(own), dict(other), rtol=0, atol=atol)
+
+
+def deep_lstm() -> nn.Module:
+    body = nn.LSTM(4, 2, 2, batch_first=True, bidirectional=True, dropout=0.4, bias=False)
+    return Tokens(4, body)
+
+
+class Causal(nn.Module):
+    """Attention with a mask that is a buffer, and one that comes from a flag."""
+
+    mask: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(4, 4)
+        full = torch.full((tasks.TIME, tasks.TIME), -math.inf)
+        self.register_buffer("mask", full.triu(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend twice, to what came before."""
+        q = self.query(x).unsqueeze(1)
+        y = nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=self.mask)
+        y = nn.functional.scaled_dot_product_attention(y, q, q, is_causal=True)
+        return nn.functional.dropout(y, 0.2, self.training).squeeze(1)
+
+
+ALL_LAYERS = ALL_TASKS | {
+    "transformer with dropout": Task(lambda: tasks.transformer(dropout=0.3), tasks.tokens),
+    "deep LSTM": Task(deep_lstm, tasks.tokens),
+    "causal attention": Task(lambda: Tokens(4, Causal()), tasks.tokens),
+}
+
+
+@pytest.mark.parametrize("name", ALL_LAYERS)
+def test_together_equals_one_by_one(name: str) -> None:
+    """Under vmap, with kernels of our own: the loop's parameters, statistics and dropout masks."""
+    task = ALL_LAYERS[name]
+    together = run(make(task, gradients="vmap"), task)
+    assert_same(together, run(make(task, gradients="loop"), task))
+    assert together.state_dict()["gradients"]["chunk"] > 0
+
+
+@pytest.mark.parametrize("name", ALL_LAYERS)
+def test_chunks_change_nothing(name: str) -> None:
+    """Bounded memory makes chunks of fewer workers, which compute the same."""
+    task = ALL_LAYERS[name]
+    whole = run(make(task, gradients="vmap"), task)
+    stacked = 3 * sum(p.nbytes for p in whole.parameters.values())
+    stacked += sum(b.nbytes for b in whole._buffers.values())
+    seen: set[int] = set()
+    for exponent in range(10, 18):
+        chunked = run(make(task, memory_gb=(stacked + 2**exponent) / 1e9), task, steps=1)
+        chunk = chunked.state_dict()["gradients"]["chunk"]
+        if chunk not in seen:
+            assert_same(run(chunked, task, steps=3), whole)
+        seen.add(chunk)
+    assert 1 in seen
+    assert seen & {2, 3, 4, 5}
+    assert 6 in seen
+
+
+def test_workers_draw_from_their_own_seeds() -> None:
+    """A rank that seeds torch with worker_seed before its forward pass gets the same masks."""
+    task = ALL_LAYERS["transformer with dropout"]
+    sim = make(task, workers=3, seed=5)
+    losses = sim.step(*tasks.batches(task, 3, 0))
+    model = task.make()
+    for worker in range(3):
+        inputs, targets = task.batch(worker, 0)
+        torch.manual_seed(worker_seed(5, worker, 0))
+        torch.testing.assert_close(losses[worker], task.loss(model(inputs), targets).detach())
+    assert len({worker_seed(5, w, t) for w in range(50) for t in range(50)}) == 2500
+
+
+def test_the_global_generator_is_left_alone() -> None:
+    """A simulation that draws masks does not change what a user draws next."""
+    task = ALL_LAYERS["transformer with dropout"]
+    torch.manual_seed(3)
+    expected = torch.rand(2)
+    for gradients in ("loop", "vmap"):
+        sim = make(task, gradients=gradients)
+        torch.manual_seed(3)
+        run(sim, task, steps=1)
+        assert torch.equal(torch.rand(2), expected)
+
+
+class Branch(nn.Module):
+    """What vmap refuses: control flow that depends on data."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Halve what is large."""
+        return x / 2 if bool(x.abs().max() > 1) else x
+
+
+def branching() -> nn.Module:
+    model = tasks.convnet()
+    assert isinstance(model, nn.Sequential)
+    model.insert(5, Branch())
+    return model
+
+
+def test_what_vmap_refuses_runs_in_a_loop() -> None:
+    """One warning, which names the layer; statistics count each batch once."""
+    task = Task(branching, tasks.vectors)
+    sim = make(task, gradients="auto")
+    with pytest.warns(UserWarning, match=r"layer '5' \(Branch\)") as caught:
+        sim.step(*tasks.batches(task, 6, 0))
+    assert len(caught) == 1
+    run(sim, task, steps=3)  # a second warning would be an error
+    assert_same(sim, run(make(task, gradients="loop"), task))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 5, 40])
+def test_timing_changes_nothing(workers: int) -> None:
+    """While both methods are timed, every worker is computed once per step, by either."""
+    auto = run(make(CONVNET, workers, "complete", gradients="auto"), CONVNET, steps=12)
+    assert auto.state_dict()["gradients"]["chunk"] is not None
+    fixed = run(make(CONVNET, workers, "complete"), CONVNET, steps=12)
+    assert_same(auto, fixed, atol=1e-10)
+
+
+def by_shape(params: Any) -> SGD:
+    """Decay for matrices only: a function that looks at shapes."""
+    groups = [{"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1}]
+    return SGD([*groups, {"params": [p for p in params if p.dim() <= 1]}], lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "per_worker"),
+    [
+        (lambda p: Adafactor(p, lr=0.05), True),
+        (by_shape, True),
+        (lambda p: AdamW([{"params": p[:2], "lr": 0.1}, {"params": p[2:]}], lr=0.01), False),
+    ],
+)
+def test_an_optimizer_per_worker_where_it_must_be(
+    optimizer: Callable[[Any], Any], per_worker: bool
+) -> None:
+    """Optimizers that look at whole tensors or shapes equal those of separate workers, too."""
+    sim = run(make(optimizer=optimizer))
+    models = tasks.train(MLP, parse("ring", 6), "awc", lambda p: optimizer(list(p)), 4)
+    for worker, model in enumerate(models):
+        torch.testing.assert_close(
+            sim.worker(worker).state_dict(), model.state_dict(), rtol=0, atol=1e-10
+        )
+    first = sim.optimizer.param_groups[0]["params"][0]
+    assert (first.dim() == 2) == per_worker
+
+
+@pytest.mark.parametrize("optimizer", [sgd, lambda p: Adafactor(p, lr=0.05)])
+def test_learning_rate_schedulers_reach_all_workers(optimizer: Callable[[Any], Any]) -> None:
+    """A torch scheduler on sim.optimizer: with a rate of zero no worker moves."""
+    sim = make(optimizer=optimizer, topology="ring", order="atc")
+    scheduler = torch.optim.lr_scheduler.LambdaLR(sim.optimizer, lambda epoch: float(epoch == 0))
+    run(sim, steps=1)
+    scheduler.step()
+    before = {name: p.clone() for name, p in sim.parameters.items()}
+    sim.gradient(*tasks.batches(MLP, 6, 1))
+    sim.update()
+    torch.testing.assert_close(sim.parameters, before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("buffers", ["average", "local", "mix"])
+def test_statistics_follow_their_policy_as_on_ranks(buffers: str, order: str) -> None:
+    """Running statistics of workers and of the average equal those of four ranks."""
+
+    def body(group: ProcessGroup) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        model = CONVNET.make()
+        optimizer = sgd(model.parameters())
+        gossip = decentralize(
+            model, optimizer, "star", process_group=group, order=order, buffers=buffers
+        )
+        for step in range(4):
+            optimizer.zero_grad()
+            inputs, targets = CONVNET.batch(group.rank(), step)
+            CONVNET.loss(model(inputs), targets).backward()
+            optimizer.step()
+        with gossip.averaged():
+            averaged = {name: t.clone() for name, t in model.state_dict().items()}
+        gossip.close()
+        return averaged, model.state_dict()
+
+    sim = run(make(CONVNET, 4, "star", order=order, buffers=buffers), CONVNET)
+    ranks = run_ranks(4, body)
+    close: dict[str, Any] = {"rtol": 0, "atol": 1e-10}
+    torch.testing.assert_close(sim.average().state_dict(), ranks[0][0], **close)
+    for worker, (_, state) in enumerate(ranks):
+        torch.testing.assert_close(sim.worker(worker).state_dict(), state, **close)
+
+
+def test_gossip_steps_messages_and_distance_as_on_ranks() -> None:
+    """Three rounds of atc per step: parameters, Ξ, messages and bytes equal those of ranks."""
+    task = Task(lambda: nn.Linear(8, 8, bias=False), lambda w, t: _eights(w, t))
+
+    def body(group: ProcessGroup) -> tuple[Tensor, float, int, int]:
+        model = task.make()
+        optimizer = sgd(model.parameters())
+        gossip = decentralize(
+            model, optimizer, "ring", process_group=group, order="atc", gossip_steps=3
+        )
+        for step in range(4):
+            optimizer.zero_grad()
+            inputs, targets = task.batch(group.rank(), step)
+            task.loss(model(inputs), targets).backward()
+            optimizer.step()
+        counts = gossip.messages_sent, gossip.bytes_sent
+        distance = gossip.consensus_distance()
+        gossip.close()
+        return next(model.parameters()).detach(), distance, *counts
+
+    sim = run(make(task, 5, "ring", order="atc", gossip_steps=3), task)
+    for worker, (weight, distance, messages, num_bytes) in enumerate(run_ranks(5, body)):
+        torch.testing.assert_close(sim.parameters["weight"][worker], weight, rtol=0, atol=1e-10)
+        assert sim.consensus_distance() == pytest.approx(distance, rel=1e-9)
+        assert (sim.messages_sent[worker], sim.bytes_sent[worker]) == (messages, num_bytes)
+
+
+def _eights(worker: int, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * worker + step)
+    inputs = torch.randn(3, 8, generator=generator, dtype=torch.float64)
+    return inputs, torch.randint(8, (3,), generator=generator)
+
+
+@pytest.mark.parametrize("num_workers", [8, 16, 32])
+@pytest.mark.parametrize("text", ALL_TOPOLOGIES)
+def test_mixing_is_the_matrix_product(text: str, num_workers: int) -> None:
+    """Means, shifts, dense and sparse products: all are W x, also across blocks of columns."""
+    schedule = parse(text, num_workers)
+    generator = torch.Generator().manual_seed(0)
+    x_WN = torch.randn(num_workers, 40_000, 3, generator=generator, dtype=torch.float64)
+    for step in range(2):
+        expected = np.tensordot(schedule.round(step).matrix().toarray(), x_WN.numpy(), axes=1)
+        mix_(x_WN, schedule.round(step))
+        np.testing.assert_allclose(x_WN.numpy(), expected, rtol=0, atol=1e-13)
+
+
+def test_norms_and_distance_by_their_definitions() -> None:
+    """Ξ² = (1/W) Σ ‖x̄ − x_i‖², and a norm per tensor and worker."""
+    sim = run(make())
+    vectors = torch.stack(
+        [nn.utils.parameters_to_vector(sim.worker(i).parameters()) for i in range(6)]
+    ).detach()
+    spread = ((vectors - vectors.mean(0)) ** 2).sum(1).mean().sqrt()
+    assert sim.consensus_distance() == pytest.approx(float(spread), rel=1e-12)
+    mean = nn.utils.parameters_to_vector(sim.average().parameters())
+    torch.testing.assert_close(mean.detach(), vectors.mean(0), rtol=0, atol=1e-12)
+    for name, norm_W in sim.norms().items():
+        for worker in range(6):
+            own = dict(sim.worker(worker).named_parameters())[name]
+            torch.testing.assert_close(norm_W[worker], own.detach().norm())
+
+
+def test_a_given_round_replaces_the_schedules() -> None:
+    """A controller may choose the round of each step."""
+    chosen, scheduled = make(topology="complete"), make(topology="ring")
+    for step in range(3):
+        batch = tasks.batches(MLP, 6, step)
+        chosen.step(*batch, round=ring(6))
+        scheduled.step(*batch)
+    assert_same(chosen, scheduled, atol=0)
+
+
+@pytest.mark.parametrize("optimizer", [AdamW, lambda p: Adafactor(p, lr=0.05)])
+def test_a_loaded_state_continues_bit_for_bit(optimizer: Any) -> None:
+    """Dropout masks, moments, statistics and the method chosen: all continue."""
+    task = ALL_LAYERS["transformer with dropout"]
+    options: dict[str, Any] = {"optimizer": optimizer, "topology": "one_peer_ring"}
+    first = run(make(task, **options), task, steps=3)
+    second = make(task, **options)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    assert_same(run(first, task, steps=3), run(second, task, steps=3), atol=0)
+    assert first.bytes_sent.tolist() == second.bytes_sent.tolist()
+    with pytest.raises(UserError, match="a state must have the parameters of this simulation"):
+        make(task, 3, **options).load_state_dict(first.state_dict())
+
+
+def test_the_template_is_not_modified() -> None:
+    """A model that is given stays as it is, in its dtype."""
+    model = CONVNET.make().float()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    run(Simulation(model, CONVNET.loss, sgd, 6, "ring", dtype=torch.float64), CONVNET)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+class TwoInputs(nn.Module):
+    """A model of two arguments, one parameter that is frozen and one that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(9, 7), nn.Linear(9, 7)
+        self.right.requires_grad_(False)
+        self.unused = nn.Parameter(torch.ones(3))
+
+    def forward(self, a: Tensor, b: Tensor) -> Tensor:
+        """Add what two layers say."""
+        return self.left(a) + self.right(b)
+
+
+@pytest.mark.parametrize("gradients", ["vmap", "loop"])
+def test_several_inputs_frozen_and_unused_parameters(gradients: str) -> None:
+    """Tuples and dicts are arguments; the unused keeps its value in spite of weight decay."""
+    model = TwoInputs().double()
+    fill_(model)
+    options: dict[str, Any] = {"dtype": torch.float64, "gradients": gradients}
+    sims = [Simulation(model, MLP.loss, AdamW, 4, "ring", **options) for _ in range(2)]
+    inputs, targets = tasks.batches(MLP, 4, 0)
+    sims[0].step((inputs, 2 * inputs), targets)
+    sims[1].step({"b": 2 * inputs, "a": inputs}, targets)
+    assert_same(*sims, atol=0)
+    trained = sims[0].worker(1)
+    assert torch.equal(trained.get_parameter("unused"), model.unused)
+    assert torch.equal(trained.get_parameter("right.weight"), model.right.weight)
+    assert not torch.equal(trained.get_parameter("left.weight"), model.left.weight)
+
+
+@pytest.mark.parametrize("gradients", ["vmap", "loop", "auto"])
+@pytest.mark.parametrize("name", ["mlp", "lstm", "transformer"])
+def test_centralized_is_one_batch(name: str, gradients: str) -> None:
+    """Averaged gradients of W workers: one model on one batch of all samples."""
+    task = ALL_TASKS[name]
+    options: dict[str, Any] = {"dtype": torch.float64, "gradients": gradients}
+    central = run(Centralized(task.make(), task.loss, sgd, 6, **options), task)
+    model = task.make()
+    optimizer = sgd(model.parameters())
+    for step in range(4):
+        inputs, targets = tasks.batches(task, 6, step)
+        optimizer.zero_grad()
+        task.loss(model(inputs.flatten(0, 1)), targets.flatten()).backward()
+        optimizer.step()
+    close: dict[str, Any] = {"rtol": 0, "atol": 1e-12}
+    torch.testing.assert_close(central.average().state_dict(), model.state_dict(), **close)
+
+
+@pytest.mark.parametrize("gradients", ["vmap", "loop"])
+def test_centralized_normalizes_as_ddp_does(gradients: str) -> None:
+    """Each worker by its own batch; running statistics are worker 0's."""
+    options: dict[str, Any] = {"dtype": torch.float64, "gradients": gradients}
+    central = run(Centralized(CONVNET.make(), CONVNET.loss, sgd, 6, **options), CONVNET)
+    models = [CONVNET.make() for _ in range(6)]
+    optimizers = [sgd(model.parameters()) for model in models]
+    for step in range(4):
+        for worker, model in enumerate(models):
+            model.zero_grad()
+            inputs, targets = CONVNET.batch(worker, step)
+            CONVNET.loss(model(inputs), targets).backward()
+        for same in zip(*(model.parameters() for model in models), strict=True):
+            mean = torch.stack([p.grad for p in same if p.grad is not None]).mean(0)
+            for p in same:
+                p.grad = mean.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    close: dict[str, Any] = {"rtol": 0, "atol": 1e-12}
+    torch.testing.assert_close(central.average().state_dict(), models[0].state_dict(), **close)
+
+
+def test_centralized_state_continues() -> None:
+    """A loaded state goes on bit for bit, and holds one copy of the parameters."""
+    first, second = (Centralized(MLP.make(), MLP.loss, AdamW, 6, gradients="vmap") for _ in "ab")
+    second.load_state_dict(copy.deepcopy(run(first).state_dict()))
+    run(first)
+    run(second)
+    torch.testing.assert_close(first.parameters, second.parameters, rtol=0, atol=0)
+    assert first.parameters["0.weight"].shape == (6, 9)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"order": "cta"}, "order must be one of awc, atc, got 'cta'"),
+        ({"gossip_steps": 2}, "awc mixes once per step, .* got gossip_steps=2"),
+        ({"order": "atc", "gossip_steps": 0}, "gossip_steps must be above 0, got 0"),
+        ({"buffers": "none"}, "buffers must be one of average, local, mix, got 'none'"),
+        ({"gradients": "fast"}, "gradients must be one of auto, vmap, loop, got 'fast'"),
+        ({"topology": ring(5)}, "on the 6 workers of the simulation, got one on 5"),
+        ({"memory_gb": math.inf}, "memory_gb must be a finite number above 0, got inf"),
+        ({"memory_gb": 1e-6}, "6 workers take .* GB, got 1e-06 GB; use fewer workers"),
+        ({"optimizer": lambda p: SGD(MLP.make().parameters())}, "got 0 of them and 4 others"),
+        ({"optimizer": lambda p: torch.optim.LBFGS(p)}, "one gradient per step, got LBFGS"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_construction(options: dict[str, Any], message: str) -> None:
+    """Required, got, and what to do."""
+    with pytest.raises(UserError, match=message):
+        make(**options)
+
+
+def test_batches_must_have_a_row_per_worker() -> None:
+    """A missing or wrong leading dimension is refused before anything is computed."""
+    sim = make()
+    inputs, targets = tasks.batches(MLP, 6, 0)
+    with pytest.raises(
+        UserError, match=r"inputs must be tensors with 6 workers .* got \(5, 3, 9\)"
+    ):
+        sim.step(inputs[:5], targets)
+    with pytest.raises(UserError, match=r"targets must be tensors with 6 workers .* got int"):
+        sim.step(inputs, 3)
+    with pytest.raises(UserError, match=r"worker must be in 0\.\.5, got 6"):
+        sim.worker(6)
+    with pytest.raises(UserError, match="must return a scalar"):
+        Simulation(MLP.make(), lambda output, _: output, sgd, 6).step(inputs, targets)
+
+
+def test_nothing_warns_at_any_topology() -> None:
+    """A sparse product of torch warns that it is new; users need not know."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        mix_(torch.ones(64, 2), parse("hypercube", 64).round(0))
