@@ -12,8 +12,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from gossamer.engine.loop import train
 from gossamer.engine.spec import CENTRALIZED, DTYPES, RunSpec
@@ -73,10 +76,79 @@ def _follow(path: Path, processes: subprocess.Popen[bytes]) -> Iterator[Record]:
             time.sleep(_POLL_S)
 
 
+class _Method(Protocol):
+    """How ranks keep together."""
+
+    module: nn.Module
+    """What a forward pass goes through."""
+
+    def distance(self) -> float: ...
+
+    def averaged(self) -> AbstractContextManager[None]: ...
+
+    def bytes_of(self, step: Callable[[], object]) -> float:
+        """Take a step; return the bytes that this rank has sent for what it mixed or averaged."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class _AllReduce:
+    """DDP: gradients are averaged, and all ranks hold one model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.module = DistributedDataParallel(model)
+        size, num_bytes = dist.get_world_size(), sum(p.nbytes for p in model.parameters())
+        self._bytes_per_step = 2 * (size - 1) / size * num_bytes
+
+    def distance(self) -> float:
+        return 0.0
+
+    def averaged(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def bytes_of(self, step: Callable[[], object]) -> float:
+        step()
+        return self._bytes_per_step
+
+    def close(self) -> None:
+        pass
+
+
+class _Mixing:
+    """Gossip: parameters are mixed."""
+
+    def __init__(self, spec: RunSpec, model: nn.Module, optimizer: Optimizer) -> None:
+        self.module = model
+        self._gossip = decentralize(
+            model, optimizer, spec.topology, order=spec.order, gossip_steps=spec.gossip_steps
+        )
+        self._overlapped = spec.order == "awc"
+        self._on_the_wire = 0.0
+
+    def distance(self) -> float:
+        return self._gossip.consensus_distance()
+
+    def averaged(self) -> AbstractContextManager[None]:
+        return self._gossip.averaged()
+
+    def bytes_of(self, step: Callable[[], object]) -> float:
+        before = self._gossip.bytes_sent
+        step()
+        sent = self._gossip.bytes_sent - before
+        if not self._overlapped:
+            return sent
+        # An overlapped step mixes what the one before it has sent.
+        mixed, self._on_the_wire = self._on_the_wire, sent
+        return mixed
+
+    def close(self) -> None:
+        self._gossip.close()
+
+
 class _Rank:
     def __init__(self, spec: RunSpec) -> None:
-        rank = dist.get_rank()
-        self.workers = [rank]
+        self.workers = [dist.get_rank()]
         self._workload = spec.make_workload()
         data = self._workload.load()
         dtype = DTYPES[spec.dtype]
@@ -84,19 +156,12 @@ class _Rank:
         self._test = data.test_inputs.to(dtype), data.test_targets
         self._model = spec.make_model()
         self._optimizer = spec.make_optimizer(self._model.parameters())
-        self._loss = torch.zeros(1, dtype=torch.float64)
-        self._gossip = None
-        self._trained: nn.Module = self._model
-        if spec.topology == CENTRALIZED:
-            self._trained = DistributedDataParallel(self._model)
-        else:
-            self._gossip = decentralize(
-                self._model,
-                self._optimizer,
-                spec.topology,
-                order=spec.order,
-                gossip_steps=spec.gossip_steps,
-            )
+        self._method: _Method = (
+            _AllReduce(self._model)
+            if spec.topology == CENTRALIZED
+            else _Mixing(spec, self._model, self._optimizer)
+        )
+        self._loss = self._sent = 0.0
 
     def step(self, samples: npt.NDArray[np.int64], lr: float) -> None:
         chosen = torch.from_numpy(samples[0])
@@ -104,35 +169,29 @@ class _Rank:
             group["lr"] = lr
         self._model.train()
         self._optimizer.zero_grad()
-        loss = self._workload.loss(self._trained(self._inputs[chosen]), self._targets[chosen])
+        outputs = self._method.module(self._inputs[chosen])
+        loss = self._workload.loss(outputs, self._targets[chosen])
         loss.backward()
-        self._optimizer.step()
-        self._loss = loss.detach().double().reshape(1)
+        self._sent += self._method.bytes_of(self._optimizer.step)
+        self._loss = float(loss.detach())
 
     def losses(self) -> list[float]:
         return _gather(self._loss)
 
     def distance(self) -> float:
-        return 0.0 if self._gossip is None else self._gossip.consensus_distance()
+        return self._method.distance()
 
     def bytes_sent(self) -> float:
-        size = dist.get_world_size()
-        if self._gossip is None:
-            return 0.0
-        sent = torch.tensor([self._gossip.bytes_sent], dtype=torch.float64)
-        return sum(_gather(sent)) / size
+        return float(np.mean(_gather(self._sent)))
 
     def evaluate(self, replicas: Sequence[int]) -> tuple[float, dict[int, float]]:
-        own = _gather(torch.tensor([self._metric()], dtype=torch.float64))
-        if self._gossip is None:
-            return own[0], {worker: own[worker] for worker in replicas}
-        with self._gossip.averaged():
+        own = _gather(self._metric())
+        with self._method.averaged():
             average = self._metric()
         return average, {worker: own[worker] for worker in replicas}
 
     def close(self) -> None:
-        if self._gossip is not None:
-            self._gossip.close()
+        self._method.close()
 
     @torch.no_grad()
     def _metric(self) -> float:
@@ -141,11 +200,18 @@ class _Rank:
         return self._workload.metric(outputs, targets)
 
 
-def _gather(value: Tensor) -> list[float]:
+def _gather(value: float) -> list[float]:
     """Return every rank's number."""
-    values = torch.empty(dist.get_world_size(), dtype=value.dtype)
-    dist.all_gather_into_tensor(values, value)
+    values = torch.empty(dist.get_world_size(), dtype=torch.float64)
+    dist.all_gather_into_tensor(values, torch.tensor([value], dtype=torch.float64))
     return values.tolist()
+
+
+def train_rank(spec: RunSpec) -> Iterator[Record]:
+    """Train as one rank of the default process group; every rank yields the same records."""
+    rank = _Rank(spec)
+    yield from train(spec, rank)
+    rank.close()
 
 
 def _main(specification: str, path: str) -> None:
@@ -153,11 +219,9 @@ def _main(specification: str, path: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     spec = RunSpec(**json.loads(specification))
-    rank = _Rank(spec)
     with open(path if dist.get_rank() == 0 else os.devnull, "a", buffering=1) as lines:
-        for record in train(spec, rank):
+        for record in train_rank(spec):
             lines.write(to_line(record) + "\n")
-    rank.close()
     dist.destroy_process_group()
 
 

@@ -9,6 +9,8 @@ import copy
 from collections.abc import Mapping
 from typing import Any, final
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -78,6 +80,13 @@ class Centralized:
         """The model's parameters by name: the tensors themselves, no copies."""
         return {name: p.detach() for name, p in self._trained.items()}
 
+    @property
+    def bytes_sent(self) -> npt.NDArray[np.float64]:
+        """Bytes that each worker would have sent so far in ring all-reduces of gradients, [W]."""
+        copies = 2 * (self.num_workers - 1) / self.num_workers * self.num_steps
+        num_bytes = sum(p.nbytes for p in self._trained.values())
+        return np.full(self.num_workers, copies * num_bytes)
+
     def step(self, inputs: Any, targets: Any) -> Tensor:
         """Train for one step; arguments and result as in ``Simulation.step``."""
         losses = self.gradient(inputs, targets)
@@ -115,9 +124,17 @@ class Centralized:
         self._per_worker.run(self.num_steps, {}, backward)
         return losses_W
 
+    def consensus_distance(self) -> float:
+        """Return 0: all workers hold one model."""
+        return 0.0
+
     def average(self) -> nn.Module:
         """Return a copy of the model."""
         return copy.deepcopy(self._model)
+
+    def worker(self, worker: int) -> nn.Module:
+        """Return a copy of the model, which is every worker's."""
+        return self.average()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a later run needs to continue bit for bit; references, as in torch."""

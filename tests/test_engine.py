@@ -1,0 +1,128 @@
+"""Both engines run the same specification and yield the same records."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from gossamer import records
+from gossamer.engine import RunSpec, run
+from gossamer.engine.distributed import RunError, train_rank
+from gossamer.errors import UserError
+from gossamer.records import Ended, Evaluation, Started, Step
+from tests.pool import ProcessPool
+
+
+def spec(**options: object) -> RunSpec:
+    usual = {"workload": "digits-mlp", "workers": 4, "epochs": 2, "steps_per_epoch": 6}
+    return RunSpec.model_validate({**usual, "log_every": 3, "dtype": "float64", **options})
+
+
+def on_ranks(text: str) -> list[str]:
+    """Train as one rank of a pool."""
+    return [records.to_line(record) for record in train_rank(RunSpec.model_validate_json(text))]
+
+
+@pytest.mark.parametrize(
+    ("topology", "order"), [("ring", "awc"), ("one_peer_ring", "atc"), ("centralized", "atc")]
+)
+def test_both_engines_yield_the_same_records(topology: str, order: str, pool: ProcessPool) -> None:
+    """Losses, distances, bytes and accuracies agree, to rounding, in record after record."""
+    virtual = list(run(spec(topology=topology, order=order)))
+    lines = pool.run(on_ranks, spec(topology=topology, order=order).model_dump_json())
+    real = list(map(records.from_line, lines[0]))
+    assert [record.kind for record in virtual] == [record.kind for record in real]
+    for one, other in zip(virtual, real, strict=True):
+        if isinstance(one, Step):
+            assert isinstance(other, Step)
+            assert other.losses == pytest.approx(one.losses, abs=1e-10)
+            assert other.distance == pytest.approx(one.distance, abs=1e-10)
+            # Buckets are sent with the padding that aligns their parameters.
+            assert other.bytes_sent == pytest.approx(one.bytes_sent, rel=1e-2)
+            assert (other.step, other.epoch, other.lr) == (one.step, one.epoch, one.lr)
+        if isinstance(one, Evaluation):
+            assert one == other
+
+
+def test_a_distributed_run_under_torchrun() -> None:
+    """Processes are started and ended, and records come while they train."""
+    story = list(run(spec(engine="distributed", workers=2, epochs=1)))
+    assert [record.kind for record in story] == ["started", "step", "step", "evaluation", "ended"]
+
+
+def test_a_run_tells_its_story_in_order() -> None:
+    """Started, steps at their interval, an evaluation per epoch, and the end."""
+    story = list(run(spec()))
+    assert [record.kind for record in story] == [
+        *("started", "step", "step", "evaluation", "step", "step", "evaluation", "ended"),
+    ]
+    first, last = story[0], story[-1]
+    assert isinstance(first, Started)
+    assert RunSpec.model_validate(first.spec).id == first.run_id == spec().id
+    assert isinstance(last, Ended)
+    assert (last.status, last.steps) == ("done", 12)
+
+
+def test_a_run_that_diverges_ends_and_says_so() -> None:
+    """Losses that are no longer finite end the run; they are kept as they are."""
+    story = list(run(spec(lr=1e200, log_every=1)))
+    last, step = story[-1], story[-2]
+    assert isinstance(last, Ended)
+    assert last.status == "diverged"
+    assert isinstance(step, Step)
+    read = records.from_line(records.to_line(step))
+    assert isinstance(read, Step)
+    assert not all(map(torch.isfinite, torch.tensor(read.losses)))
+
+
+def test_records_survive_their_line_and_others_are_refused() -> None:
+    """A line reads back as the record; a newer schema or a foreign line is refused."""
+    for record in run(spec(epochs=1)):
+        assert records.from_line(records.to_line(record)) == record
+    started = Started(run_id="x", spec={}, environment={}, schema_version=99)
+    with pytest.raises(UserError, match="of schema 1 or older, got 99"):
+        records.from_line(records.to_line(started))
+    with pytest.raises(UserError, match="a line that gossamer wrote, got"):
+        records.from_line('{"kind": "step"}')
+
+
+def test_a_specification_takes_its_recipe_and_has_an_id() -> None:
+    """What is not given comes from the workload; every field that decides a result is in the id."""
+    usual = RunSpec(workload="digits-mlp", workers=4)
+    assert usual.optimizer == "sgd"
+    assert usual.optimizer_options == {"momentum": 0.9, "nesterov": True}
+    assert usual.num_steps == 250
+    assert usual.lr_at(0) == 0.1
+    assert usual.lr_at(125) == pytest.approx(0.05)
+    ids = {usual.id} | {
+        usual.model_copy(update=change).id
+        for change in ({"workers": 5}, {"seed": 1}, {"lr": 0.2}, {"order": "atc"})
+    }
+    assert len(ids) == 5
+    assert RunSpec(workload="digits-mlp", workers=4, optimizer="adamw").optimizer_options == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"workload": "digit-mlp"}, "did you mean 'digits-mlp'"),
+        ({"topology": "rign"}, "did you mean 'ring'"),
+        ({"optimizer": "sdg"}, "optimizer must be one of sgd"),
+        ({"lr_schedule": "cosin"}, "lr_schedule must be one of constant"),
+        ({"gossip_steps": 2}, "awc mixes once per step"),
+        ({"workers": 0}, "greater than or equal to 1"),
+        ({"sede": 3}, "sede"),
+    ],
+)
+def test_bad_specifications_are_refused(options: dict[str, object], words: str) -> None:
+    """When they are made, with what was required."""
+    with pytest.raises((UserError, ValidationError), match=words):
+        spec(**options)
+
+
+def test_a_rank_that_fails_ends_the_run_with_its_words() -> None:
+    """The error of a real run shows what a rank said."""
+    broken = spec(engine="distributed", workers=2, optimizer_options={"no_such_option": 1.0})
+    with pytest.raises(RunError, match="no_such_option"):
+        list(run(broken))
