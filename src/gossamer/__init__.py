@@ -11,13 +11,15 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gossamer.gossip import Gossip, GradScaler, decentralize
+    from gossamer.gossip import Checkpoints, Gossip, GradScaler, decentralize
 
 __version__ = "0.1.0.dev0"
-__all__ = ["Gossip", "GradScaler", "__version__", "decentralize"]
+__all__ = ["Checkpoints", "Gossip", "GradScaler", "__version__", "decentralize"]
 
 # Imported when first used: ``gossamer topology`` should not wait for torch.
-_LAZY = {name: "gossamer.gossip" for name in ("Gossip", "GradScaler", "decentralize")}
+_LAZY = {
+    name: "gossamer.gossip" for name in ("Checkpoints", "Gossip", "GradScaler", "decentralize")
+}
 _PACKAGES = ("gossip", "lab", "optim", "topology")
 
 
