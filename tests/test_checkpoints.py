@@ -423,6 +423,7 @@ def test_old_checkpoints_go(tmp_path: Path) -> None:
         run.checkpoints.save()
         run.gossip.gather(0)
         assert saved_at(tmp_path) == [3]
+        run.gossip.gather(0)
         run.train_to(5, save_at=(4, 5)).end()
 
     run_ranks(2, body)
