@@ -27,8 +27,10 @@ class Trainer(Protocol):
     Every method is a collective call where workers are processes.
     """
 
-    workers: Sequence[int]
-    """The workers that live in this process."""
+    @property
+    def workers(self) -> Sequence[int]:
+        """The workers that live in this process."""
+        ...
 
     def step(self, samples: npt.NDArray[np.int64], lr: float) -> None:
         """Take a training step on these workers' batches, [workers, batch]."""

@@ -1,8 +1,9 @@
 """The only code that moves parameters between processes."""
 
 from gossamer.gossip.bulletin import ExchangeError
+from gossamer.gossip.checkpoints import Checkpoints
 from gossamer.gossip.decentralize import Gossip, decentralize
 from gossamer.gossip.scaler import GradScaler
 from gossamer.gossip.stats import Stats
 
-__all__ = ["ExchangeError", "Gossip", "GradScaler", "Stats", "decentralize"]
+__all__ = ["Checkpoints", "ExchangeError", "Gossip", "GradScaler", "Stats", "decentralize"]

@@ -286,8 +286,18 @@ class Gossip:
 
     def gather(self, value: int) -> list[int]:
         """Return every rank's number, in the order of ranks. A collective call."""
+        return self.begin_gather(value, "a number from every rank")()
+
+    def begin_gather(self, value: int, what: str) -> Callable[[], list[int]]:
+        """Begin what ``gather`` does; return the function that waits for it.
+
+        Args:
+            value: this rank's number.
+            what: what is waited for, for the error where a rank does not give its own.
+        """
+        self._check_open()
         self._refuse_while_joining("gather()")
-        return self._transport.begin_gather(value, "a number from every rank")()
+        return self._transport.begin_gather(value, what)
 
     # - Looking at other parameters, or changing them
 

@@ -1,0 +1,236 @@
+"""One rank's state as a file: its tensors as safetensors, everything else as JSON among them.
+
+Nothing in the file is executed when it is read. A state is what ``state_dict()`` returns: dicts
+with keys that are texts or integers, lists, tuples, tensors, numbers, texts and None, nested. It
+comes back as it was: tuples stay tuples, floats are exact, tensors keep dtype and strides.
+
+In the JSON a list is a list, and other things that JSON does not have are an object of one kind:
+``{"tuple": [...]}``, ``{"dict": [[key, value], ...]}``, ``{"tensor": name}``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Generator, Iterable
+from pathlib import Path
+from typing import Any, TypeAlias, final
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from gossamer.errors import UserError
+from gossamer.gossip.buckets import is_dense
+
+State: TypeAlias = dict[str, Any]
+_Path: TypeAlias = tuple[object, ...]
+
+_STRUCTURE = "structure.json"
+"""Name of the JSON, a tensor of bytes: safetensors has a place for texts too, but a small one."""
+
+_RESERVED = ("__metadata__", _STRUCTURE)
+
+_CONTAINERS: dict[str, Callable[[list[Any]], Any]] = {
+    "tuple": tuple,
+    "dict": dict,
+    "OrderedDict": OrderedDict,
+    "Counter": lambda pairs: Counter(dict(pairs)),
+}
+
+_DTYPES = {
+    *(torch.bool, torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16),
+    *(torch.float32, torch.float64, torch.complex64),
+}
+"""What safetensors can hold."""
+
+
+class DamagedError(Exception):
+    """A file is not what was written."""
+
+
+def write(path: Path, state: State) -> int:
+    """Write a state to a file, through to the disk; return its checksum."""
+    packer = _Packer()
+    structure = json.dumps(packer.pack(state, ())).encode()
+    packer.tensors[_STRUCTURE] = torch.frombuffer(bytearray(structure), dtype=torch.uint8)
+    save_file(_disjoint(packer.tensors), path)
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())
+    return checksum_of(path)
+
+
+def read(path: Path, checksum: int) -> State:
+    """Return the state in a file, on the CPU; raise DamagedError where the checksum differs."""
+    found = checksum_of(path)
+    if found != checksum:
+        raise DamagedError(f"{path} must have the checksum {checksum:015x}, got {found:015x}")
+    # Not mapped: what is loaded must outlive the file, in memory aligned as any tensor's.
+    tensors = load_file(path, backend="pread")
+    return _unpack(json.loads(tensors.pop(_STRUCTURE).numpy().tobytes()), tensors)
+
+
+def average(states: Iterable[State]) -> State:
+    """Return the mean of the states of all workers, which may be read one after the other.
+
+    Tensors of real or complex numbers are averaged in double precision. Everything else is the
+    first worker's.
+    """
+    remaining = iter(states)
+    first = next(remaining)
+    shapes = _shapes_in(first)
+    sums = {
+        path: tensor.to(torch.complex128 if tensor.is_complex() else torch.float64, copy=True)
+        for path, tensor in _tensors_in(first)
+        if tensor.is_floating_point() or tensor.is_complex()
+    }
+    num_states = 1
+    for state in remaining:
+        _check_alike(shapes, _shapes_in(state), num_states)
+        for path, tensor in _tensors_in(state):
+            if path in sums:
+                sums[path].add_(tensor.to(sums[path].dtype))
+        num_states += 1
+    for path, tensor in _tensors_in(first):
+        if path in sums:
+            tensor.copy_(sums.pop(path).div_(num_states))
+    return first
+
+
+def checksum_of(path: Path) -> int:
+    """Return 60 bits of a file's digest, which fit in the number that ranks can gather."""
+    with path.open("rb") as file:
+        return int(hashlib.file_digest(file, "blake2b").hexdigest()[:15], 16)
+
+
+@final
+class _Packer:
+    """Takes a state apart: tensors by name, the rest as JSON that refers to these names."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        self._names: dict[object, str] = {}
+
+    def pack(self, value: Any, path: _Path) -> Any:
+        """Return the JSON of a value that is at this path."""
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if type(value) in (Tensor, nn.Parameter):
+            return self._pack_tensor(value, path)
+        if type(value) in (list, tuple):
+            items = [self.pack(item, (*path, place)) for place, item in enumerate(value)]
+            return items if type(value) is list else {"tuple": items}
+        if type(value) in (dict, OrderedDict, Counter):
+            packed: dict[str, Any] = {type(value).__name__: self._pack_pairs(value, path)}
+            if attributes := getattr(value, "__dict__", {}):  # a model's: versions of its modules
+                packed["attributes"] = self._pack_pairs(attributes, path)
+            return packed
+        raise UserError(
+            "a state must hold tensors, numbers, texts, None, and dicts, lists and tuples of them, "
+            f"got {type(value).__name__} at {_name_of(path)}; convert it in the object's "
+            "state_dict() and load_state_dict()"
+        )
+
+    def _pack_pairs(self, mapping: dict[Any, Any], path: _Path) -> list[list[Any]]:
+        for key in mapping:
+            if type(key) not in (str, int):
+                raise UserError(
+                    "the keys of a state must be texts or integers, got "
+                    f"{key!r} at {_name_of(path)}; convert it in the object's state_dict() and "
+                    "load_state_dict()"
+                )
+        return [[key, self.pack(value, (*path, key))] for key, value in mapping.items()]
+
+    def _pack_tensor(self, tensor: Tensor, path: _Path) -> dict[str, Any]:
+        if tensor.dtype not in _DTYPES or tensor.layout != torch.strided or tensor.is_meta:
+            raise UserError(
+                "a tensor in a state must be dense and of a dtype that safetensors has, got "
+                f"{tensor.dtype}, {tensor.layout} on {tensor.device} at {_name_of(path)}; convert "
+                "it in the object's state_dict() and load_state_dict()"
+            )
+        packed: dict[str, Any] = {}
+        if not tensor.is_contiguous() and is_dense(tensor):
+            packed["strides"] = [*tensor.stride()]
+        # Tied tensors are written once, and are one tensor again when they are read.
+        view = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        identity = (*view, tensor.is_conj(), tensor.is_neg()) if tensor.numel() else path
+        if identity not in self._names:
+            self._names[identity] = name = self._unused(_name_of(path))
+            self.tensors[name] = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        return {"tensor": self._names[identity], **packed}
+
+    def _unused(self, name: str) -> str:
+        while name in self.tensors or name in _RESERVED:
+            name += "'"
+        return name
+
+
+def _name_of(path: _Path) -> str:
+    """Return what a path is called, in the characters that every reader takes.
+
+    >>> _name_of(("model", "0.weight"))
+    'model.0.weight'
+    """
+    return ".".join(map(str, path)).encode("ascii", "backslashreplace").decode()
+
+
+def _disjoint(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors, with a copy of each that overlaps another: safetensors refuses those."""
+    end = 0
+    for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_ptr()):
+        start = tensor.data_ptr()
+        if start < end:
+            tensors[name] = tensor.clone()
+        end = max(end, start + tensor.nbytes)
+    return tensors
+
+
+def _unpack(packed: Any, tensors: dict[str, Tensor]) -> Any:
+    if isinstance(packed, list):
+        return [_unpack(item, tensors) for item in packed]
+    if not isinstance(packed, dict):
+        return packed
+    kind, content = next(iter(packed.items()))
+    if kind == "tensor":
+        return _with_strides(tensors[content], packed.get("strides"))
+    made = _CONTAINERS[kind](_unpack(content, tensors))
+    if "attributes" in packed:
+        vars(made).update(_unpack(packed["attributes"], tensors))
+    return made
+
+
+def _with_strides(tensor: Tensor, strides: list[int] | None) -> Tensor:
+    if strides is None:
+        return tensor
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
+
+
+def _tensors_in(value: Any, path: _Path = ()) -> Generator[tuple[_Path, Tensor]]:
+    """Yield each tensor of a state with its path."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _tensors_in(item, (*path, key))
+    elif isinstance(value, list | tuple):
+        for place, item in enumerate(value):
+            yield from _tensors_in(item, (*path, place))
+
+
+def _shapes_in(state: State) -> dict[_Path, str]:
+    return {path: str([*tensor.shape]) for path, tensor in _tensors_in(state)}
+
+
+def _check_alike(first: dict[_Path, str], other: dict[_Path, str], worker: int) -> None:
+    for path in {**first, **other}:
+        here, there = first.get(path, "absent"), other.get(path, "absent")
+        if here != there:
+            raise UserError(
+                f"the workers to average must hold the same tensors, got {_name_of(path)} {here} "
+                f"on worker 0 and {there} on worker {worker}; continue on the number of workers "
+                "that was saved"
+            )
