@@ -446,7 +446,8 @@ def refuse_wrappers() -> list[str]:
     fully_shard(sharded, mesh=mesh)
     by_hand = make_model()
     layer = by_hand.get_submodule("0")
-    layer.weight = nn.Parameter(distribute_tensor(layer.weight.data, mesh))
+    weight = by_hand.get_parameter("0.weight").data
+    layer.weight = nn.Parameter(distribute_tensor(weight, mesh))
     square = init_device_mesh("cpu", (2, 2))
     messages: list[str] = []
     for model, group in (

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed import ProcessGroup
 from torch.optim import SGD
@@ -63,7 +63,7 @@ def test_a_profile_shows_the_phases_of_a_step() -> None:
             with gossip.averaged():
                 pass
         gossip.close()
-        events = sorted(trace.events(), key=lambda event: event.time_range.start)
+        events = sorted(trace.events() or (), key=lambda event: event.time_range.start)
         names = [event.name for event in events]
         # The optimizer's own span begins before its hooks: what moves parameters is inside.
         wanted = ("Mixer", "Gossip", "aten::_foreach_add_")
@@ -89,7 +89,8 @@ def test_tensorboard_shows_every_number(tmp_path: Path) -> None:
     with SummaryWriter(str(tmp_path)) as writer:
         stats.write_to(writer)
     events = EventAccumulator(str(tmp_path)).Reload()
-    read = {tag: events.Scalars(tag)[0] for tag in events.Tags()["scalars"]}
+    tags: Any = events.Tags()["scalars"]
+    read: dict[str, Any] = {tag: events.Scalars(tag)[0] for tag in tags}
     assert {tag.removeprefix("gossip/") for tag in read} == {
         *("num_steps", "bytes_sent", "messages_sent", "exposed_s", "in_flight_s"),
         *("exposed_per_step_s", "overlap"),
@@ -97,4 +98,4 @@ def test_tensorboard_shows_every_number(tmp_path: Path) -> None:
     assert read["gossip/overlap"].value == pytest.approx(0.75)
     assert read["gossip/exposed_per_step_s"].value == pytest.approx(0.05)
     assert {scalar.step for scalar in read.values()} == {8}
-    assert torch.tensor(read["gossip/bytes_sent"].value) == 640
+    assert read["gossip/bytes_sent"].value == 640

@@ -120,7 +120,7 @@ class Checkpoints:
         """
         step = self._gossip.num_steps
         folder = _folder_of(self._folder, step)
-        with self._gossip._collective("Checkpoints.save()"):  # pyright: ignore[reportPrivateUsage]
+        with self._gossip.collective("Checkpoints.save()"):
             checksums = self._do_on_all(lambda: self._write_part(folder, step), folder)
             self._do_on_all(lambda: self._write_manifest(folder, checksums), folder)
             self._passed_over.discard(step)
@@ -200,7 +200,7 @@ class Checkpoints:
         Returns:
             Whether there was one; where not, nothing has changed.
         """
-        with self._gossip._collective("Checkpoints.restore()"):  # pyright: ignore[reportPrivateUsage]
+        with self._gossip.collective("Checkpoints.restore()"):
             found = self._find()
         self._restored = True
         if found is not None:

@@ -275,7 +275,7 @@ class Gossip:
     @torch.no_grad()
     def consensus_distance(self) -> float:
         """Return Ξ, with Ξ² = (1/n) Σ_i ‖x̄ − x_i‖², over all parameters. A collective call."""
-        with self._collective("consensus_distance()"):
+        with self.collective("consensus_distance()"):
             squared = torch.zeros(1, dtype=torch.float64, device=self.device)
             for flat in self._tensors.buckets:
                 mean = flat.float() if flat.element_size() == 2 else flat.clone()
@@ -308,7 +308,7 @@ class Gossip:
         A collective call. Needs one more copy of the parameters while it lasts.
         """
         with self._restored("averaged()"):
-            with self._collective("averaged()"):
+            with self.collective("averaged()"):
                 self._average_()
             yield
 
@@ -426,7 +426,7 @@ class Gossip:
                 )
         if state["topology"] != self.schedule.name:
             _log.warning("continuing a run on %s with %s", state["topology"], self.schedule.name)
-        with self._collective("load_state_dict()"):
+        with self.collective("load_state_dict()"):
             steps = self._transport.begin_gather(state["num_steps"], "the loaded number of steps")()
         if len(set(steps)) > 1:
             raise UserError(
@@ -441,7 +441,7 @@ class Gossip:
 
     def finalize(self) -> None:
         """End gossip and leave the exact average in every rank's model. A collective call."""
-        with self._collective("finalize()"):
+        with self.collective("finalize()"):
             self._average_()
         self.close()
 
@@ -546,8 +546,12 @@ class Gossip:
     # - Averages
 
     @contextlib.contextmanager
-    def _collective(self, call: str) -> Generator[None]:
-        """Make a call in which all ranks meet, with nothing on the wire."""
+    def collective(self, call: str) -> Generator[None]:
+        """Make a call in which all ranks meet, with nothing on the wire.
+
+        Args:
+            call: what ranks say of one that makes it alone.
+        """
         self._check_open()
         self._refuse_while_joining(call)
         self._check_unchanged()
