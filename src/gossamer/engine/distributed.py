@@ -97,7 +97,7 @@ class _AllReduce:
     """DDP: gradients are averaged, and all ranks hold one model."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.module = DistributedDataParallel(model)
+        self.module: nn.Module = DistributedDataParallel(model)
         size, num_bytes = dist.get_world_size(), sum(p.nbytes for p in model.parameters())
         self._bytes_per_step = 2 * (size - 1) / size * num_bytes
 
@@ -203,7 +203,7 @@ class _Rank:
 def _gather(value: float) -> list[float]:
     """Return every rank's number."""
     values = torch.empty(dist.get_world_size(), dtype=torch.float64)
-    dist.all_gather_into_tensor(values, torch.tensor([value], dtype=torch.float64))
+    dist.all_gather_single(values, torch.tensor([value], dtype=torch.float64))
     return values.tolist()
 
 

@@ -141,6 +141,7 @@ def facts_about(model: nn.Module) -> dict[str, str]:
 def _describe(tensor: Tensor) -> str:
     """Say all that decides how a tensor travels.
 
+    >>> import torch
     >>> _describe(torch.zeros(2, 3))
     'float32 [2, 3]'
     """
