@@ -56,6 +56,9 @@ class Fault:
     topology: str | Callable[[int, int], Schedule] = "ring"
     """A text, or a function of the rank and the number of workers."""
 
+    everywhere: bool = False
+    """Whether every rank does it."""
+
     silent: bool = False
     """Whether the culprit raises no error of its own."""
 
@@ -78,6 +81,28 @@ def _raise(gossip: Gossip) -> None:
 def _average_alone(gossip: Gossip) -> None:
     with gossip.averaged():
         pass
+
+
+def _measure_alone(gossip: Gossip) -> None:
+    gossip.consensus_distance()
+
+
+def _join_alone(gossip: Gossip) -> None:
+    with gossip.join():
+        pass
+
+
+def _keep_alone(gossip: Gossip) -> None:
+    with gossip.drained(keep_changes=True):
+        pass
+
+
+def _average_or_measure(gossip: Gossip) -> None:
+    """Make another call than the rest."""
+    if gossip.rank == 1:
+        gossip.consensus_distance()
+    else:
+        _average_alone(gossip)
 
 
 def _go_on(gossip: Gossip) -> None:
@@ -110,6 +135,16 @@ FAULTS: dict[str, Fault] = {
         0, "the store does not answer", _stall, silent=True, stored_on_0=True
     ),
     "averages alone": Fault(1, "rank 1 called averaged() at step 20, and ranks", _average_alone),
+    "measures alone": Fault(
+        1, "rank 1 called consensus_distance() at step 20", _measure_alone, "complete"
+    ),
+    "joins alone": Fault(1, "rank 1 called join() at step 20", _join_alone, "complete"),
+    "keeps changes alone": Fault(
+        1, "rank 1 called drained(keep_changes=True) at step 20", _keep_alone
+    ),
+    "makes another call": Fault(
+        1, "all ranks must make the same calls", _average_or_measure, "complete", everywhere=True
+    ),
     "ends early": Fault(1, "rank 1 ended its gossip", Gossip.close, silent=True),
     "another round": Fault(2, "another one than rank", _go_on, lambda r, n: _deviating(r, n, None)),
 }
@@ -222,7 +257,7 @@ def _work(fault: Fault, rank: int, num_workers: int, timeout_s: float, folder: P
             time.sleep(0.02)
             if step == FAULT_STEP:
                 began = time.time()
-                if rank == fault.culprit:
+                if rank == fault.culprit or fault.everywhere:
                     fault.happen(gossip)
                     if fault.happen == Gossip.close:
                         return
@@ -270,7 +305,7 @@ def rows(names: list[str], num_workers: int, timeout_s: float) -> Iterator[dict[
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("faults", nargs="*", metavar="FAULT", help=f"of {', '.join(FAULTS)}")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--timeout", type=float, default=5.0, help="of the gossip, in seconds")

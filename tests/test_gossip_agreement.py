@@ -23,7 +23,7 @@ from benchmarks import faults
 from gossamer.errors import UserError
 from gossamer.gossip import ExchangeError, bulletin, decentralize
 from gossamer.gossip.bulletin import Bulletin
-from gossamer.topology import Schedule, parse
+from gossamer.topology import Schedule, parse, ring
 from tests.ranks import run_ranks
 from tests.reference import loss_of, make_model
 
@@ -73,6 +73,11 @@ DIFFERENCES: dict[str, tuple[Callable[[], Start], str]] = {
     ),
     "names": (renamed, r"2\.(0\.)?weight is \S.* on rank 0 and "),
     "one more parameter": (with_model(_with_other_layer), r"2\.extra is "),
+    "one more optimizer": (lambda: (make_model(), {"topology": "ring", "optimizers": 2}), "opt"),
+    "a schedule that fails": (
+        with_options(topology=Schedule(1, None, lambda step: ring(1), name="none")),
+        r"rank \d could not start",
+    ),
     "a typing error": (with_options(topology="rign"), r"rank \d could not start: unknown topology"),
 }
 
@@ -83,7 +88,9 @@ def test_starts_that_differ_are_named_on_every_rank() -> None:
 
     def body(group: ProcessGroup, others: set[int], make: Callable[[], Start]) -> str:
         model, options = make() if group.rank() in others else usual()
-        optimizer = SGD(model.parameters(), lr=0.1)
+        parts = options.pop("optimizers", 1)
+        held = [*model.parameters()]
+        optimizer = [SGD(held[part::parts], lr=0.1) for part in range(parts)]
         try:
             decentralize(
                 model, optimizer, process_group=group, timeout=timedelta(seconds=20), **options
@@ -98,8 +105,8 @@ def test_starts_that_differ_are_named_on_every_rank() -> None:
         name, (make, words) = dice.choice([*DIFFERENCES.items()])
         ranks = sorted(set(range(num_ranks)) - others if 0 in others else others)
         for rank, message in enumerate(run_ranks(num_ranks, lambda g: body(g, others, make))):  # noqa: B023
-            if name == "a typing error":  # said by those that made it
-                assert "rign" in message
+            if name in ("a typing error", "a schedule that fails"):  # said by those that made it
+                assert re.search(words if rank not in others else "rign|on 1 workers", message)
                 continue
             assert re.search(words, message), (name, others, message)
             named = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
@@ -119,7 +126,7 @@ def test_versions_and_custom_schedules_are_compared(monkeypatch: pytest.MonkeyPa
 
     for message in run_ranks(3, body):
         assert re.search(
-            r"the rounds of the topology is \w+ on rank 0 and \w+ on ranks 1, 2", message
+            r"the digest of its rounds is \w+ on rank 0 and \w+ on ranks 1, 2", message
         )
 
     def versions(group: ProcessGroup) -> str:
@@ -217,7 +224,7 @@ def test_a_blocked_rank_is_not_blamed_and_warns(
     monkeypatch.setattr(bulletin, "_WARN_S", 0.1)
     zero, one, _two = boards(3)
     one.at(7, "abc")
-    one.watch()
+    one._watcher.start()
     with caplog.at_level(logging.WARNING), one.blocked():
         one.awaits("bucket 0 from rank 2", (2,))
         time.sleep(0.3)

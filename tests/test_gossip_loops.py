@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
+import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -17,7 +21,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 import gossamer
 from gossamer.errors import UserError
-from gossamer.gossip import Gossip, GradScaler, decentralize
+from gossamer.gossip import ExchangeError, Gossip, GradScaler, decentralize
 from gossamer.topology import Schedule, parse
 from tests.pool import ProcessPool
 from tests.ranks import run_ranks
@@ -217,6 +221,8 @@ def test_torchs_own_scaler_is_refused() -> None:
         model = make_model().float()
         optimizer = sgd(model)
         gossip = decentralize(model, optimizer, process_group=group)
+        off = torch.amp.GradScaler("cpu", enabled=False)  # as in a loop that can do both
+        off.step(optimizer)
         scaler = torch.amp.GradScaler("cpu")
         scaler.scale(model(torch.ones(4, 5)).square().mean()).backward()
         with pytest.raises(UserError, match=r"got torch's, .* use gossamer.GradScaler\(gossip\)"):
@@ -314,8 +320,8 @@ def _replace(model: nn.Module) -> None:
     [
         (_edit, r"got a changed 2\.bias; change them inside `with gossip\.drained"),
         (_to_float, r"got a replaced 0\.weight"),
-        (_assign, r"got a replaced weight"),
-        (_replace, r"got a replaced bias"),
+        (_assign, r"got a replaced 0\.weight"),
+        (_replace, r"got a replaced 2\.bias"),
     ],
 )
 def test_changes_behind_its_back_are_found(
@@ -355,6 +361,123 @@ def test_a_step_inside_a_block_that_restores_is_refused() -> None:
         for call in (gossip.state_dict, gossip.consensus_distance, gossip.finalize):
             with pytest.raises(UserError, match="got one that was closed"):
                 call()
+
+    run_ranks(1, body)
+
+
+def test_blocks_that_would_undo_each_other_are_refused() -> None:
+    """Lasting changes, loading and ending need a place where nothing restores parameters."""
+
+    def body(group: ProcessGroup) -> None:
+        model = make_model()
+        optimizers = two_optimizers(model)
+        gossip = decentralize(model, optimizers, process_group=group)
+        state = gossip.state_dict()
+        calls: list[Callable[[], object]] = [
+            lambda: gossip.drained(keep_changes=True).__enter__(),
+            lambda: gossip.load_state_dict(state),
+            gossip.finalize,
+            gossip.close,
+        ]
+        for call in calls:
+            with gossip.averaged(), pytest.raises(UserError, match=r"it inside averaged\(\)"):
+                call()
+        gradients(model, 0, 0)
+        optimizers[0].step()
+        for call in calls[:2]:
+            with pytest.raises(UserError, match="got it after the first of 2 optimizers"):
+                call()
+        optimizers[1].step()
+        gossip.close()
+
+    run_ranks(1, body)
+
+
+def test_an_exception_among_lasting_changes_does_not_shift_the_exchange() -> None:
+    """A rank whose changes fail, and which goes on, stays in step with the others."""
+
+    def loop(rank: int, model: nn.Module, optimizer: Optimizer, gossip: Gossip) -> None:
+        for step in range(5):
+            gradients(model, rank, step)
+            optimizer.step()
+            with contextlib.suppress(ZeroDivisionError), gossip.drained(keep_changes=True):
+                if rank == 1:
+                    raise ZeroDivisionError
+
+    def update(worker: int, model: nn.Module, optimizer: Any, step: int) -> None:
+        gradients(model, worker, step)
+        optimizer.step()
+
+    assert_same(gossiped(3, "awc", sgd, loop), expected(parse("ring", 3), "awc", sgd, update, 5))
+
+
+def test_a_failed_finalize_leaves_the_parameters() -> None:
+    """Where a rank does not come, the others' models are what they were, and gossip is broken."""
+
+    def body(group: ProcessGroup) -> None:
+        model = make_model()
+        optimizer = sgd(model)
+        limit = timedelta(seconds=1)
+        gossip = decentralize(model, optimizer, process_group=group, timeout=limit)
+        if group.rank() == 2:
+            time.sleep(2)
+            gossip.close()
+            return
+        before = vector_of(model)
+        with pytest.raises(ExchangeError, match=r"called finalize\(\) at step 0, and rank"):
+            gossip.finalize()
+        assert torch.equal(vector_of(model), before)
+        with pytest.raises(ExchangeError):
+            optimizer.step()
+        gossip.close()
+
+    run_ranks(3, body)
+
+
+def test_a_block_closes_and_a_saved_model_is_free() -> None:
+    """`with decentralize(...)` closes at its end; a model that was saved inside can gossip."""
+
+    def body(group: ProcessGroup) -> None:
+        model = make_model()
+        file = io.BytesIO()
+        with decentralize(model, sgd(model), process_group=group) as gossip:
+            torch.save(model, file)
+        with pytest.raises(UserError, match="got one that was closed"):
+            gossip.state_dict()
+        file.seek(0)
+        loaded = torch.load(file, weights_only=False)
+        decentralize(loaded, sgd(loaded), process_group=group).close()
+
+    run_ranks(1, body)
+
+
+def test_a_step_that_failed_can_be_taken_again() -> None:
+    """Also of an optimizer that calls its base class, whose hooks torch calls a second time."""
+
+    class Fails(SGD):
+        times = 1
+
+        def step(self, closure: Any = None) -> Any:  # pyright: ignore
+            if Fails.times:
+                Fails.times -= 1
+                raise ZeroDivisionError
+            return super().step(closure)
+
+    def body(group: ProcessGroup) -> None:
+        model = make_model()
+        optimizer = Fails(model.parameters(), lr=0.1)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, 0, 0)
+            loss.backward()
+            return loss
+
+        with decentralize(model, optimizer, process_group=group) as gossip:
+            with pytest.raises(ZeroDivisionError):
+                optimizer.step(closure)
+            optimizer.step(closure)
+            assert gossip.num_steps == 1
 
     run_ranks(1, body)
 
@@ -451,7 +574,7 @@ def refuse_wrappers() -> list[str]:
     square = init_device_mesh("cpu", (2, 2))
     messages: list[str] = []
     for model, group in (
-        (DistributedDataParallel(make_model()), None),
+        (nn.Sequential(DistributedDataParallel(make_model())), None),
         (sharded, None),
         (by_hand, None),
         (make_model(), square),

@@ -45,8 +45,8 @@ def test_waiting_is_exposed_only_where_nothing_hides_it() -> None:
     assert exposed.exposed_per_step_s > 0.03
     assert exposed.num_steps == hidden.num_steps == 3
     num_bytes = 8 * 80  # 67 parameters of 8 bytes in four aligned places
-    assert exposed.messages_sent == 3 + 2  # one per step, and one all-reduce of two ranks
-    assert exposed.bytes_sent == 3 * num_bytes + 16
+    assert exposed.messages_sent == 3
+    assert exposed.bytes_sent == 3 * num_bytes
 
 
 def test_a_profile_shows_the_phases_of_a_step() -> None:
@@ -85,7 +85,14 @@ def test_a_profile_shows_the_phases_of_a_step() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_tensorboard_shows_every_number(tmp_path: Path) -> None:
     """One scalar per field, at the step it was taken, read back from the real file."""
-    stats = Stats(num_steps=8, bytes_sent=640, messages_sent=8, exposed_s=0.4, in_flight_s=1.6)
+    stats = Stats(
+        num_steps=8,
+        bytes_sent=640,
+        messages_sent=8,
+        exposed_s=0.4,
+        in_flight_s=1.6,
+        meeting_s=0.1,
+    )
     with SummaryWriter(str(tmp_path)) as writer:
         stats.write_to(writer)
     events = EventAccumulator(str(tmp_path)).Reload()
@@ -93,7 +100,7 @@ def test_tensorboard_shows_every_number(tmp_path: Path) -> None:
     read: dict[str, Any] = {tag: events.Scalars(tag)[0] for tag in tags}
     assert {tag.removeprefix("gossip/") for tag in read} == {
         *("num_steps", "bytes_sent", "messages_sent", "exposed_s", "in_flight_s"),
-        *("exposed_per_step_s", "overlap"),
+        *("meeting_s", "exposed_per_step_s", "overlap"),
     }
     assert read["gossip/overlap"].value == pytest.approx(0.75)
     assert read["gossip/exposed_per_step_s"].value == pytest.approx(0.05)

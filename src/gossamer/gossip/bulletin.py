@@ -78,6 +78,9 @@ class Notice:
     call: str = ""
     """The collective call that it was in."""
 
+    call_number: int = 0
+    """How many such calls it had made, this one included."""
+
     final: bool = False
     """Whether it will not go on, and is not only blocked."""
 
@@ -116,6 +119,7 @@ class Bulletin:
         self._search_s = min(_SEARCH_S, timeout.total_seconds() / 2)
         self._lock = threading.Lock()
         self._failure: ExchangeError | None = None
+        self._searches: list[threading.Thread] = []
         self._ended = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="gossamer-watch", daemon=True)
 
@@ -134,6 +138,7 @@ class Bulletin:
             shown = self._read("facts", "rank 0 to call decentralize()")
             self.store.set(f"differs/{self.rank}", json.dumps(_differences(facts, shown)))
         self._raise_conclusion()
+        self._watcher.start()
 
     def decline(self, error: Exception) -> None:
         """Tell the others that this rank cannot start, so that they do not wait for it."""
@@ -162,7 +167,7 @@ class Bulletin:
                 else:
                     reasons.append(theirs)
         for (field, theirs, ours), ranks in ranks_by_difference.items():
-            reasons.append(f"{field} is {ours} on rank 0 and {theirs} on {_name(ranks)}")
+            reasons.append(f"{field} is {ours} on rank 0 and {theirs} on {name_ranks(ranks)}")
         return reasons
 
     def _conclude(self, reasons: list[str]) -> None:
@@ -200,9 +205,9 @@ class Bulletin:
     @contextlib.contextmanager
     def calling(self, call: str) -> Generator[None]:
         """Note a collective call, which fails where a rank makes it alone."""
-        self._place = replace(self._place, call=call)
+        self._place = replace(self._place, call=call, call_number=self._place.call_number + 1)
         with contextlib.suppress(RuntimeError):  # a store that is gone stops no healthy ranks
-            self.store.set(f"call/{self.rank}", f"{call} {self._place.step}")
+            self.store.set(f"call/{self.rank}", f"{self._place.call_number} {call}")
         try:
             yield
         finally:
@@ -220,86 +225,136 @@ class Bulletin:
 
     @contextlib.contextmanager
     def blocked(self) -> Generator[None]:
-        """Note that training stands still in the meantime."""
+        """Note that training stands still in the meantime; a thread tells others if it is long."""
         self._blocked_since = time.monotonic()
         try:
             yield
         finally:
             self._blocked_since = None
 
-    def watch(self) -> None:
-        """Start the thread that posts a notice whenever this rank has been blocked for a while."""
-        self._watcher.start()
-
     def _watch(self) -> None:
         limit = min(_BLOCKED_S, self._search_s / 4)
-        posted = warned = 0.0
+        posted: Notice | None = None
+        warned = 0.0
         while not self._ended.wait(limit / 2):
-            since = self._blocked_since or 0.0
-            blocked = time.monotonic() - since if since else 0.0
+            since = self._blocked_since
+            blocked = 0.0 if since is None else time.monotonic() - since
             what, peers = self._awaited
-            notice = replace(self._place, what=what, peers=peers)
+            notice = replace(self._place, what=what, peers=peers) if blocked > limit else None
             # Whoever fails will say that the store is gone, if it is.
-            with contextlib.suppress(RuntimeError), self._lock:
-                if self._failure is not None:
-                    return
-                if blocked > limit and posted != since:
-                    posted = since
+            with contextlib.suppress(RuntimeError):
+                if notice is not None and notice != posted:
                     self._post(notice)
-                elif posted and posted != since:
-                    posted = 0.0
+                elif notice is None and posted is not None:
                     self.store.set(f"notice/{self.rank}", "")  # it went on
-            if blocked > _WARN_S and warned != since:
+            posted = notice
+            if notice is not None and blocked > _WARN_S and since != warned:
                 warned = since
                 _log.warning("%s, for %.0f s so far", _describe(notice), blocked)
 
     def end(self) -> None:
-        """End the watching thread, where the store lets it."""
+        """End all threads, where the store lets them."""
         self._ended.set()
-        if self._watcher.is_alive():
-            self._watcher.join(self._search_s)
+        for thread in (self._watcher, *self._searches):
+            if thread.is_alive():
+                thread.join(self._search_s)
 
     # - Failures; see Note [Finding the cause]
+
+    @property
+    def broken(self) -> bool:
+        """Whether something failed: nothing that was sent or received may be used any more."""
+        return self._failure is not None
+
+    def raise_failure(self) -> None:
+        """Raise what failed first, if anything did."""
+        if self._failure is not None:
+            raise self._failure
 
     def failure(self, what: str, peers: tuple[int, ...], error: RuntimeError) -> ExchangeError:
         """Return the error to raise where a wait failed.
 
         The first one stays: what fails after it fails because of it.
         """
-        if self._ended.is_set():  # nobody asks any more, and threads must come to their end
-            return ExchangeError(f"rank {self.rank} has ended its gossip")
         with self._lock:
             if self._failure is None:
+                if self._ended.is_set():  # nobody asks any more, and threads must come to an end
+                    return ExchangeError(f"rank {self.rank} has ended its gossip")
+                self._ended.set()  # the watcher must not overwrite the last notice
                 own = replace(self._place, what=what, peers=peers, final=True)
                 lost = not re.search("timed? ?out", str(error), re.IGNORECASE)
-                cause, culprit = _within(
-                    self._search_s, lambda: self._find_cause(own, lost), _NO_ANSWER
+                deadline = time.monotonic() + self._search_s
+                cause, culprit = self._ask(
+                    lambda: self._find_cause(own, lost=lost, deadline=deadline), _NO_ANSWER
                 )
                 self._failure = ExchangeError(
                     f"{_describe(own)}, and failed: {cause} (timeout {self.timeout})", culprit
                 )
             return self._failure
 
+    def disagreement(self, others: Sequence[int], message: str) -> ExchangeError:
+        """Return the error to raise where other ranks have sent something else."""
+        with self._lock:
+            if self._failure is None:
+                self._ended.set()
+                culprit = others[0] if len(others) == 1 else None
+                self._failure = ExchangeError(message, culprit)
+            return self._failure
+
+    def calls_of(self, ranks: Sequence[int]) -> str:
+        """Return which calls other ranks have made last, in words."""
+        calls = self._ask(lambda: [self._get(f"call/{rank}") for rank in ranks], [])
+        pairs = zip(ranks, calls, strict=False)
+        return ", ".join(f"rank {rank} in {call.partition(' ')[2]}" for rank, call in pairs)
+
     def leave(self, reason: str) -> None:
         """Tell the others why this rank ends before they do."""
+        self.end()
         if self._failure is None:
             notice = Notice(rank=self.rank, step=self._place.step, what=reason, final=True)
-            _within(self._search_s, lambda: self._post(notice), None)
+            self._ask(lambda: self._post(notice), None)
+
+    @contextlib.contextmanager
+    def leaving_on_error(self) -> Generator[None]:
+        """Tell the others about an exception that passes through."""
+        try:
+            yield
+        except BaseException as error:
+            self.leave(f"raised {error!r}")
+            raise
+
+    def _ask(self, question: Callable[[], Answer], otherwise: Answer) -> Answer:
+        """Return the answer, or the other one where asking fails or takes too long.
+
+        On a thread: a store whose process is stopped does not answer, and has no timeout itself.
+        """
+        answers: list[Answer] = []
+
+        def run() -> None:
+            with contextlib.suppress(RuntimeError):
+                answers.append(question())
+
+        thread = threading.Thread(target=run, name="gossamer-search", daemon=True)
+        self._searches.append(thread)
+        thread.start()
+        thread.join(1.5 * self._search_s)
+        return answers[0] if answers else otherwise
 
     def _post(self, notice: Notice) -> None:
         self.store.set(f"notice/{self.rank}", json.dumps(asdict(notice)))
 
-    def _find_cause(self, own: Notice, lost: bool) -> _Cause:
+    def _find_cause(self, own: Notice, *, lost: bool, deadline: float) -> _Cause:
         """Follow notices from our own; return the cause, and the rank to blame for it.
 
         Args:
             own: what this rank posts.
             lost: whether a connection was lost, and not a time exceeded: then the peer has ended,
                 and a notice that it posted while it was blocked does not explain that.
+            deadline: when to stop looking.
         """
         self._post(own)
         seen = [own]
-        while True:
+        while time.monotonic() < deadline:
             notice = seen[-1]
             if not notice.peers:
                 return _Cause(
@@ -312,16 +367,16 @@ class Bulletin:
                 saw_it_go = lost and len(seen) == 1
                 return _Cause(f"rank {peer} is {'gone' if saw_it_go else 'gone or stalled'}", peer)
             if _mixes_otherwise(found, notice):
-                ranks = _name([notice.rank, peer])
+                ranks = name_ranks([notice.rank, peer])
                 return _Cause(f"{ranks} mix with different rounds at step {notice.step}", peer)
             if found in seen:
-                last = min(seen, key=lambda n: n.step)
-                return _Cause(f"rank {last.rank} is behind, at step {last.step}", last.rank)
+                return _Cause(f"{name_ranks([n.rank for n in seen])} wait for each other", None)
             seen.append(found)
+        return _Cause(f"rank {seen[-1].rank} does not go on, and why took too long to find", None)
 
     def _explain_call(self, notice: Notice) -> _Cause:
         """A collective call failed: somebody was not in it, or is gone."""
-        same = f"{notice.call} {notice.step}"
+        same = f"{notice.call_number} {notice.call}"
         absent = [rank for rank in notice.peers if self._get(f"call/{rank}") != same]
         for rank in absent or notice.peers:
             found = self._find_notice(rank)
@@ -330,10 +385,10 @@ class Bulletin:
         if absent:
             return _Cause(
                 f"rank {notice.rank} called {notice.call} at step {notice.step}, and "
-                f"{_name(absent)} did not, or went away; every rank must make this call",
+                f"{name_ranks(absent)} did not, or went away; every rank must make this call",
                 absent[0] if len(absent) == 1 else notice.rank,
             )
-        return _Cause(f"one of {_name(notice.peers)} went away in {notice.call}", None)
+        return _Cause(f"one of {name_ranks(notice.peers)} went away in {notice.call}", None)
 
     def _next_notice(self, notice: Notice, *, final: bool) -> tuple[int, Notice | None]:
         """Return the peer that explains most, and its notice.
@@ -341,6 +396,7 @@ class Bulletin:
         That is one that ended, one that mixes with another round, one without a notice, any other.
         """
         deadline = time.monotonic() + self._search_s / 2
+        pause = 0.02
         while True:
             found = {peer: self._find_notice(peer) for peer in notice.peers}
             ended = [p for p, n in found.items() if n and not n.peers]
@@ -351,7 +407,8 @@ class Bulletin:
             if explained or not (absent or blocked) or time.monotonic() >= deadline:
                 peer = (explained or absent or blocked or [*found])[0]
                 return peer, found[peer] if explained or peer not in blocked else None
-            time.sleep(0.02)
+            time.sleep(pause)
+            pause *= 1.5  # many ranks may be looking
 
     def _find_notice(self, rank: int) -> Notice | None:
         text = self._get(f"notice/{rank}")
@@ -394,27 +451,10 @@ def _end_of(notice: Notice) -> _Cause:
     return _Cause(f"rank {notice.rank} {notice.what} at step {notice.step}", notice.rank)
 
 
-def _name(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
     """Name ranks, as in "rank 3" or "ranks 1, 2".
 
-    >>> _name([1, 2])
+    >>> name_ranks([1, 2])
     'ranks 1, 2'
     """
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def _within(seconds: float, ask: Callable[[], Answer], otherwise: Answer) -> Answer:
-    """Return the answer, or the other one where asking fails or takes longer.
-
-    On a thread: a store whose process is stopped does not answer, and has no timeout of its own.
-    """
-    answers: list[Answer] = []
-
-    def run() -> None:
-        with contextlib.suppress(RuntimeError):
-            answers.append(ask())
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return answers[0] if answers else otherwise

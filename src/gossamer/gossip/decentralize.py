@@ -20,12 +20,14 @@ import contextlib
 import hashlib
 import inspect
 import logging
+import os
 import sys
 import threading
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib import metadata
+from types import CodeType, FrameType
 from typing import Any, NamedTuple, final
 
 import torch
@@ -110,43 +112,39 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
         chosen_order: Order = _choose(ORDERS, order, "order")(gossip_steps)
         policy: _BufferPolicy = _choose(_BUFFERS, buffers, "buffers")
         _check_positive("bucket_mb", bucket_mb, bucket_mb > 0)
-    except UserError as error:
-        bulletin.decline(error)
-        raise
-    bulletin.agree(
-        {
+        # A text means the same on all ranks; a function need not.
+        compares_rounds = isinstance(topology, Schedule) and schedule.period is None
+        facts = {
             "the version of gossamer": metadata.version("gossamer"),
             "topology": schedule.name,
-            "the rounds of the topology": _digest_of(schedule),
+            "the digest of its rounds": _digest_of(schedule),
+            "how rounds are compared": "at every step" if compares_rounds else "at the start",
             "order": order,
             "gossip_steps": str(gossip_steps),
             "buffers": buffers,
             "bucket_mb": str(bucket_mb),
+            "the number of optimizers": str(len(optimizers)),
             **parameters.facts_about(model),
         }
-    )
+    except Exception as error:
+        bulletin.decline(error)
+        raise
+    bulletin.agree(facts)
 
-    period = schedule.period or 0
-    rounds = map(schedule.round, range(period)) if period <= _MOST_ROUNDS_WITH_GROUPS else ()
-    transport = Transport(group, bulletin, trained[0].device, rounds=rounds)
-    statistics = parameters.statistics(model)
-    with torch.no_grad():
+    with bulletin.leaving_on_error(), torch.no_grad():
+        period = schedule.period or 0
+        rounds = map(schedule.round, range(period)) if period <= _MOST_ROUNDS_WITH_GROUPS else ()
+        transport = Transport(group, bulletin, trained[0].device, rounds=rounds)
         for tensor in (*model.parameters(), *model.buffers()):
             transport.broadcast_(tensor)
+        statistics = parameters.statistics(model)
         buckets = flatten_(trained, bucket_mb)
         changing = flatten_(statistics, bucket_mb) if policy.mixed else []
     return Gossip(
         optimizers,
         schedule,
         chosen_order,
-        Mixer(
-            buckets,
-            transport,
-            bulletin,
-            changing,
-            # A text means the same on all ranks; a function need not.
-            compares_rounds=isinstance(topology, Schedule) and schedule.period is None,
-        ),
+        Mixer(buckets, transport, bulletin, changing, compares_rounds=compares_rounds),
         transport,
         bulletin,
         parameters.Guard(model, optimizers, trained),
@@ -227,9 +225,11 @@ class Gossip:
         self._mixed = False
         # - What the user is inside of
         self._inside = ""
+        self._restoring = False
         self._joining = False
+        self._pid = os.getpid()
         for parameter in tensors.trained:
-            setattr(parameter, parameters.MARK, True)
+            parameters.GOSSIPING[parameter] = True
         # - Hooks
         untraced: Any = torch.compiler.disable  # where a user compiles the optimizer's step
         self._hooks = [
@@ -240,9 +240,19 @@ class Gossip:
                 optimizer.register_step_post_hook(untraced(self._after_step)),
             )
         ]
-        bulletin.watch()
         # Also what keeps this object until close(): its tensors are on the wire.
         atexit.register(self._leave)
+
+    def __enter__(self) -> Gossip:
+        """Gossip until the end of a block, and tell the others about an exception that ends it."""
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Close; after an exception only say so, for peers may never come."""
+        if error is None:
+            self.close()
+        else:
+            self._bulletin.leave(f"raised {error!r}")
 
     # - Measuring
 
@@ -270,6 +280,7 @@ class Gossip:
             messages_sent=self.messages_sent,
             exposed_s=self._mixer.exposed_s,
             in_flight_s=self._mixer.in_flight_s,
+            meeting_s=self._transport.meeting_s,
         )
 
     @torch.no_grad()
@@ -278,11 +289,9 @@ class Gossip:
         with self.collective("consensus_distance()"):
             squared = torch.zeros(1, dtype=torch.float64, device=self.device)
             for flat in self._tensors.buckets:
-                mean = flat.float() if flat.element_size() == 2 else flat.clone()
-                self._transport.average_(mean)
-                squared += torch.linalg.vector_norm(mean.sub_(flat), dtype=torch.float64) ** 2
-            self._transport.average_(squared)
-            return float(squared.sqrt())
+                difference = self._transport.average(flat).sub_(flat)
+                squared += torch.linalg.vector_norm(difference, dtype=torch.float64) ** 2
+            return float(self._transport.average(squared).sqrt())
 
     def gather(self, value: int) -> list[int]:
         """Return every rank's number, in the order of ranks. A collective call."""
@@ -309,7 +318,8 @@ class Gossip:
         """
         with self._restored("averaged()"):
             with self.collective("averaged()"):
-                self._average_()
+                for tensor, mean in self._averages():
+                    tensor.copy_(mean)
             yield
 
     @contextlib.contextmanager
@@ -326,20 +336,27 @@ class Gossip:
             with self._restored("drained()"):
                 yield
             return
-        self._refuse_while_joining("drained(keep_changes=True)")
-        with self._without_steps("drained()"):
-            yield
-        self._restart()
+        call = "drained(keep_changes=True)"
+        self._refuse_where_undone(call)
+        self._refuse_amid_optimizers(call)
+        with self.collective(call):
+            pass
+        try:
+            with self._without_steps(call):
+                yield
+        finally:
+            self._restart()  # after an exception too: the others will
 
     @contextlib.contextmanager
     def _restored(self, call: str) -> Generator[None]:
         with self._without_steps(call):
             tensors = [*self._tensors.buckets, *self._tensors.statistics]
-            with torch.no_grad():
-                saved = [tensor.clone() for tensor in tensors]
+            saved = [tensor.detach().clone() for tensor in tensors]
+            outer, self._restoring = self._restoring, True
             try:
                 yield
             finally:
+                self._restoring = outer
                 with torch.no_grad():
                     for tensor, before in zip(tensors, saved, strict=True):
                         tensor.copy_(before)
@@ -365,6 +382,21 @@ class Gossip:
         if self.num_steps > 0:
             self._order.resume(self._mixer, self.schedule, self.num_steps)
 
+    def _refuse_where_undone(self, call: str) -> None:
+        """Raise where the end of a block would undo a call."""
+        if self._restoring:
+            raise UserError(
+                f"{call} must come outside of blocks that restore parameters, got it inside "
+                f"{self._inside}; leave the block first"
+            )
+
+    def _refuse_amid_optimizers(self, call: str) -> None:
+        if self._mixed:
+            raise UserError(
+                f"{call} must come between two steps of training, got it after the first of "
+                f"{len(self._optimizers)} optimizers; let all of them take their step first"
+            )
+
     # - Uneven inputs
 
     @contextlib.contextmanager
@@ -376,8 +408,8 @@ class Gossip:
         ``num_steps``. Every step tells all ranks who still trains, so no rank can be more than one
         step ahead of the slowest.
         """
-        self._check_open()
-        self._refuse_while_joining("join()")
+        with self.collective("join()"):
+            pass
         self._joining = True
         try:
             yield
@@ -388,8 +420,7 @@ class Gossip:
             self._joining = False
 
     def _count_training(self, *, training: bool) -> int:
-        what = "every rank to say inside join() whether it still trains"
-        return sum(self._transport.begin_gather(int(training), what)())
+        return sum(self._transport.begin_gather(int(training), "a step inside join()")())
 
     def _refuse_while_joining(self, call: str) -> None:
         if self._joining:
@@ -417,6 +448,8 @@ class Gossip:
         parameters. To load while training, wrap all three in ``drained(keep_changes=True)``.
         """
         self._check_open()
+        self._refuse_where_undone("load_state_dict()")
+        self._refuse_amid_optimizers("load_state_dict()")
         for field, ours in (("num_workers", self.num_workers), ("rank", self.rank)):
             if state[field] != ours:
                 raise UserError(
@@ -441,8 +474,11 @@ class Gossip:
 
     def finalize(self) -> None:
         """End gossip and leave the exact average in every rank's model. A collective call."""
+        self._refuse_where_undone("finalize()")
         with self.collective("finalize()"):
-            self._average_()
+            averages = list(self._averages())  # all before any: a failure leaves the model whole
+            for tensor, mean in averages:
+                tensor.copy_(mean)
         self.close()
 
     def close(self) -> None:
@@ -450,6 +486,7 @@ class Gossip:
 
         Parameters stay as they are, in storage of their own again.
         """
+        self._refuse_where_undone("close()")
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -462,17 +499,17 @@ class Gossip:
                 atexit.unregister(self._leave)
                 self._transport.close()
         finally:
-            self._bulletin.end()
             tensors, self._tensors = self._tensors, _Tensors()
             unflatten_(tensors.flattened)
             for parameter in tensors.trained:
-                delattr(parameter, parameters.MARK)
+                del parameters.GOSSIPING[parameter]
 
     def _leave(self) -> None:
         """At the end of a process: give peers what they wait for, and say why there is no more."""
+        if os.getpid() != self._pid:  # a fork's end is not this rank's
+            return
         raised = getattr(sys, "last_value", None)
         self._bulletin.leave("ended without close()" if raised is None else f"raised {raised!r}")
-        self._bulletin.end()
         if self._mixer.state is State.IN_FLIGHT:
             _log.warning("gossip was not closed; waiting for the exchange in flight")
             waiter = threading.Thread(target=_drain_quietly, args=(self._mixer,), daemon=True)
@@ -487,11 +524,13 @@ class Gossip:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if _is_nested(optimizer):
+            return args, kwargs
         _refuse_other_scaler()
         if self._inside:
             raise UserError(
-                f"optimizer.step() must come outside of {self._inside}, which puts parameters "
-                "back at its end; leave the block first"
+                f"optimizer.step() must come outside of {self._inside}, got one inside; "
+                "leave the block first"
             )
         if optimizer in self._stepped:
             raise UserError(
@@ -499,30 +538,33 @@ class Gossip:
                 "takes the next, got a second step of one; where they train in turns, give each "
                 "model its own decentralize()"
             )
-        if not self._mixed:
-            self._guard.check_trained()
-            if self._joining:
-                self._count_training(training=True)
-            args, kwargs = _evaluate_closure(args, kwargs)
-            self._check_unchanged()
-            self._order.before_step(self._mixer)
-            self._mixed = True
-        elif _closure_of(args, kwargs) is not None:
+        if self._stepped and _closure_of(args, kwargs) is not None:
             raise UserError(
                 "with several optimizers gradients must be there before the first one's step, got "
                 "a closure for a later one; call backward() first and step() without a closure"
             )
+        self._guard.check_trained()
+        args, kwargs = _evaluate_closure(args, kwargs)
+        if not self._mixed:
+            self._check_unchanged()
+            if self._joining:
+                self._count_training(training=True)
+            self._order.before_step(self._mixer)
+            self._mixed = True
         return args, kwargs
 
     def _after_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
+        if _is_nested(optimizer):
+            return
         self._stepped.append(optimizer)
         if len(self._stepped) == len(self._optimizers):
             self._finish_step()
 
     def skip(self, optimizer: Optimizer) -> None:
         """Count an optimizer's step as taken, though all ranks agreed to skip it."""
+        assert optimizer in self._optimizers, "an optimizer of another gossip"
         self._stepped.append(optimizer)
         if len(self._stepped) == len(self._optimizers):
             if self._mixed:
@@ -556,21 +598,22 @@ class Gossip:
         self._refuse_while_joining(call)
         self._check_unchanged()
         self._mixer.drain()
-        with record_function(f"Gossip::{call}"), self._bulletin.calling(call):
+        with record_function(f"Gossip::{call}"), self._bulletin.calling(call), torch.no_grad():
+            self._transport.meet(call)
             yield
 
     @torch.no_grad()
-    def _average_(self) -> None:
+    def _averages(self) -> Generator[tuple[Tensor, Tensor]]:
+        """Yield each tensor that is averaged with its mean over all workers."""
         for flat in self._tensors.buckets:
-            self._transport.average_(flat)
+            yield flat, self._transport.average(flat)
         statistics = self._tensors.statistics
         if statistics:
             # Many and small: one message for all of them.
-            joined = torch.cat([buffer.flatten() for buffer in statistics])
-            self._transport.average_(joined)
+            means = self._transport.average(torch.cat([buffer.flatten() for buffer in statistics]))
             sizes = [buffer.numel() for buffer in statistics]
-            for buffer, part in zip(statistics, joined.split(sizes), strict=True):
-                buffer.copy_(part.view_as(buffer))
+            for buffer, mean in zip(statistics, means.split(sizes), strict=True):
+                yield buffer, mean.view_as(buffer)
 
 
 def _evaluate_closure(
@@ -591,8 +634,9 @@ def _evaluate_closure(
             )
         return losses.pop()
 
-    optimizer, *rest = args
-    return (optimizer, *rest[1:]), {**kwargs, "closure": evaluated}
+    if len(args) > 1:
+        return (args[0], evaluated, *args[2:]), kwargs
+    return args, {**kwargs, "closure": evaluated}
 
 
 def _closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
@@ -601,15 +645,31 @@ def _closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], A
 
 def _refuse_other_scaler() -> None:
     """Raise where torch's own GradScaler calls the step: ranks would skip steps each by itself."""
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code is torch.amp.GradScaler.step.__code__:
-            if isinstance(frame.f_locals["self"], GradScaler):
-                return
+    for frame in _callers(torch.amp.GradScaler.step.__code__):
+        scaler = frame.f_locals["self"]
+        if not isinstance(scaler, GradScaler) and scaler.is_enabled():
             raise UserError(
                 "a GradScaler must skip a step on all ranks or on none, got torch's, which looks "
                 "at this rank's gradients only; use gossamer.GradScaler(gossip)"
             )
+
+
+_HOOKED_STEP = Optimizer.profile_hook_step(lambda self: None).__code__
+"""What torch wraps every optimizer's step in, and what calls our hooks."""
+
+
+def _is_nested(optimizer: Optimizer) -> bool:
+    """Whether a hook comes from ``super().step()``: torch calls them for both classes' steps."""
+    calls = (frame.f_locals.get("self") for frame in _callers(_HOOKED_STEP))
+    return sum(caller is optimizer for caller in calls) > 1
+
+
+def _callers(code: CodeType) -> Generator[FrameType]:
+    """Yield the frames that run this code, the innermost first."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is code:
+            yield frame
         frame = frame.f_back
 
 

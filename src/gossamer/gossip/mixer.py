@@ -9,17 +9,16 @@ any of them ----------> broken                        a peer failed; every call 
 
 from __future__ import annotations
 
-import contextlib
 import enum
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from gossamer.gossip.bulletin import Bulletin, ExchangeError
+from gossamer.gossip.bulletin import Bulletin
 from gossamer.gossip.transport import Exchange, Transport
 from gossamer.topology import Round
 
@@ -59,7 +58,7 @@ class Mixer:
         *,
         compares_rounds: bool = False,
     ) -> None:
-        self.state = State.IDLE
+        self._state = State.IDLE
         # - What is mixed
         self._targets = [*buckets, *changing]
         self._sources = [*buckets, *(torch.empty_like(bucket) for bucket in changing)]
@@ -70,13 +69,17 @@ class Mixer:
         self._compares_rounds = compares_rounds
         self._in_flight: list[Exchange] = []
         self._comparison: Callable[[], None] | None = None
-        self._failure: ExchangeError | None = None
         # - Time, in seconds so far
         self.exposed_s = 0.0
         """Spent waiting for exchanges."""
         self.in_flight_s = 0.0
         """Between the start of a round and the end of its wait."""
         self._started_at = 0.0
+
+    @property
+    def state(self) -> State:
+        """Where it is; broken from the first failure on, whichever wait it was in."""
+        return State.BROKEN if self._bulletin.broken else self._state
 
     def start(self, round: Round, step: int) -> None:
         """Begin to exchange all buckets; returns at once.
@@ -85,11 +88,11 @@ class Mixer:
             round: who mixes with whom.
             step: the step that will finish it, for whoever asks why it failed.
         """
-        self._raise_failure()
+        self._bulletin.raise_failure()
         assert self.state is State.IDLE, "finish a round before the next one starts"
         self._bulletin.at(step, round.digest)
         self._started_at = time.perf_counter()
-        with record_function("Mixer::start"), torch.no_grad(), self._breaking():
+        with record_function("Mixer::start"), torch.no_grad():
             if self._compares_rounds:
                 self._comparison = self._transport.begin_comparison(round)
             for tag, (source, target) in enumerate(zip(self._sources, self._targets, strict=True)):
@@ -97,22 +100,22 @@ class Mixer:
                     source.copy_(target)
                 exchange = self._transport.begin(round, source, self._inboxes[tag], tag)
                 self._in_flight.append(exchange)
-        self.state = State.IN_FLIGHT
+        self._state = State.IN_FLIGHT
 
     def drain(self) -> None:
         """Wait until nothing is on the wire; the mixing itself is left to ``finish``."""
-        self._raise_failure()
+        self._bulletin.raise_failure()
         if self.state is State.IN_FLIGHT:
-            with record_function("Mixer::drain"), self._breaking():
+            with record_function("Mixer::drain"):
                 for exchange in self._in_flight:
                     self._wait_for(exchange)
                 self._landed(State.DRAINED)
 
     def finish(self) -> None:
         """Wait for each bucket and mix it, in the order in which they were started."""
-        self._raise_failure()
+        self._bulletin.raise_failure()
         assert self.state in (State.IN_FLIGHT, State.DRAINED), f"nothing to finish: {self.state}"
-        with record_function("Mixer::finish"), torch.no_grad(), self._breaking():
+        with record_function("Mixer::finish"), torch.no_grad():
             for tag, exchange in enumerate(self._in_flight):
                 if self.state is State.IN_FLIGHT:
                     self._wait_for(exchange)
@@ -123,7 +126,7 @@ class Mixer:
     def discard(self) -> None:
         """Wait until nothing is on the wire, and forget what was received."""
         self.drain()
-        self.state, self._in_flight = State.IDLE, []
+        self._state, self._in_flight = State.IDLE, []
 
     def close(self) -> None:
         """Wait for what is in flight, and let go of all memory."""
@@ -156,17 +159,4 @@ class Mixer:
     def _landed(self, state: State) -> None:
         if self.state is State.IN_FLIGHT:
             self.in_flight_s += time.perf_counter() - self._started_at
-        self.state = state
-
-    def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-
-    @contextlib.contextmanager
-    def _breaking(self) -> Generator[None]:
-        """Remember a failure: after it, every further call raises it again."""
-        try:
-            yield
-        except ExchangeError as error:
-            self.state, self._failure = State.BROKEN, error
-            raise
+        self._state = state

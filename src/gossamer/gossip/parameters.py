@@ -14,12 +14,13 @@ from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivat
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import LBFGS, Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from gossamer.errors import UserError
 from gossamer.gossip.buckets import is_dense
 
-MARK = "_gossamer"
-"""Attribute of a parameter that a gossip mixes."""
+GOSSIPING = WeakIdKeyDictionary()
+"""The parameters that a gossip mixes; not an attribute of theirs, which would be pickled."""
 
 
 def trained(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Tensor]:
@@ -76,16 +77,17 @@ def check_wrapper(model: nn.Module, process_group: ProcessGroup) -> None:
             "decentralize moves parameters into storage of its own, got a model sharded by FSDP, "
             "which owns the storage of its shards; use DDP within a node, or no wrapper"
         )
-    if not isinstance(model, DistributedDataParallel):
-        return
-    of_ddp = dist.get_process_group_ranks(model.process_group)
-    shared = set(of_ddp) & set(dist.get_process_group_ranks(process_group))
-    if len(shared) > 1:
-        raise UserError(
-            "DDP and gossip must not connect the same ranks, got a model wrapped in DDP over ranks "
-            f"{sorted(shared)} of the gossip's group; pass the model itself, or a process_group= "
-            "with one rank of each DDP group"
-        )
+    for module in model.modules():
+        if not isinstance(module, DistributedDataParallel):
+            continue
+        of_ddp = dist.get_process_group_ranks(module.process_group)
+        shared = set(of_ddp) & set(dist.get_process_group_ranks(process_group))
+        if len(shared) > 1:
+            raise UserError(
+                "DDP and gossip must not connect the same ranks, got a model wrapped in DDP over "
+                f"ranks {sorted(shared)} of the gossip's group; pass the model itself, or a "
+                "process_group= with one rank of each DDP group"
+            )
 
 
 def _is_a(thing: object, module: str, name: str) -> bool:
@@ -95,7 +97,7 @@ def _is_a(thing: object, module: str, name: str) -> bool:
 
 
 def _check_parameter(name: str, parameter: Tensor, addresses: set[int]) -> None:
-    if hasattr(parameter, MARK):
+    if parameter in GOSSIPING:
         raise UserError(
             f"a parameter can gossip once, got {name}, which already does; close() the first gossip"
         )
@@ -131,7 +133,10 @@ def statistics(model: nn.Module) -> list[Tensor]:
 
 def facts_about(model: nn.Module) -> dict[str, str]:
     """Return what must be the same on all ranks before a byte of this model is sent."""
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors = {
+        **{f"parameter {name}": parameter for name, parameter in model.named_parameters()},
+        **{f"buffer {name}": buffer for name, buffer in model.named_buffers()},
+    }
     facts = {name: _describe(tensor) for name, tensor in tensors.items()}
     # The same tensors in another order would land in other places of a bucket.
     facts["the order of tensors"] = hashlib.blake2b(str([*tensors]).encode()).hexdigest()[:8]
@@ -147,7 +152,9 @@ def _describe(tensor: Tensor) -> str:
     """
     dtype = str(tensor.dtype).removeprefix("torch.")
     strides = "" if tensor.is_contiguous() else f" with strides {[*tensor.stride()]}"
-    return f"{dtype} {[*tensor.shape]}{strides}{' (trained)' if tensor.requires_grad else ''}"
+    trained = " (trained)" if tensor.requires_grad else ""
+    device = "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
+    return f"{dtype} {[*tensor.shape]}{strides}{trained}{device}"
 
 
 @final
@@ -173,8 +180,8 @@ class Guard:
         self._names = [names[id(p)] for p in trained]
         self._trained = trained
         self._slots = [
-            (vars(module)["_parameters"], name, parameter)
-            for module in model.modules()
+            (vars(module)["_parameters"], name, parameter, f"{prefix}.{name}".lstrip("."))
+            for prefix, module in model.named_modules()
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
         ]
         self._addresses = [p.data_ptr() for p in trained]
@@ -195,7 +202,7 @@ class Guard:
                 f"got {unfrozen} unfrozen and {added} added since; close() this gossip and call "
                 "decentralize() again"
             )
-        replaced = [name for owner, name, p in self._slots if owner.get(name) is not p]
+        replaced = [path for owner, name, p, path in self._slots if owner.get(name) is not p]
         if not replaced:
             addresses = [p.data_ptr() for p in self._trained]
             if addresses == self._addresses:

@@ -33,7 +33,8 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        anywhere = any(self._gossip.gather(int(any(map(bool, found.values())))))
+        here = any(map(bool, found.values()))
+        anywhere = any(self._gossip.begin_gather(int(here), "GradScaler's step")())
         for flag in found.values():
             flag.fill_(float(anywhere))
         return found

@@ -31,6 +31,9 @@ class Stats:
     in_flight_s: float
     """Time between the start of exchanges and the end of the wait for them."""
 
+    meeting_s: float
+    """Time that training stood still for numbers from all ranks: GradScaler, join(), averages."""
+
     @property
     def exposed_per_step_s(self) -> float:
         """Return how long a step waits for its exchange, on average."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent import futures
@@ -35,7 +36,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ProcessGroupGloo, Work
 from torch.distributed.distributed_c10d import PrefixStore
 
-from gossamer.gossip.bulletin import Bulletin, ExchangeError
+from gossamer.gossip.bulletin import Bulletin, name_ranks
 from gossamer.topology import Round
 
 _SHUTDOWN_S = 10.0
@@ -110,16 +111,23 @@ class Transport:
         self.rank, self.size = process_group.rank(), process_group.size()
         self.bytes_sent = 0
         self.messages_sent = 0
+        self.meeting_s = 0.0
+        """Time spent waiting for numbers from all ranks."""
         self._device = device
         self._on_cpu = device.type == "cpu"
         self._bulletin = bulletin
         # - Process groups, opened now and in one order on all ranks, because opening waits
         self._base = process_group
-        self._groups: dict[tuple[int, ...], ProcessGroup] = {}
         self._everyone = tuple(range(self.size))
+        # Where all ranks meet has connections of its own: a call that one rank makes alone must
+        # not be taken for its part in a round.
+        self._meeting = self._open_group(self._everyone, "meeting")
+        self._num_meetings = 0
+        self._groups: dict[tuple[int, ...], ProcessGroup] = {}
         for members in (self._everyone, *(self._group_in(round) for round in rounds)):
-            if len(members) >= _SMALLEST_REDUCED or members == self._everyone:
-                self._open_group(members)
+            reduced = len(members) >= _SMALLEST_REDUCED or members == self._everyone
+            if reduced and members not in self._groups:
+                self._groups[members] = self._open_group(members, "rounds")
         # - What each round means for this rank
         self._plan = lru_cache(maxsize=256)(self._make_plan)
         # - Further receives on the CPU; see Note [No deadlock]
@@ -142,7 +150,10 @@ class Transport:
         # Dividing while copying leaves the mean where a sum would need another pass. By the size,
         # not times its rounded inverse: parameters would drift by that error, step after step.
         torch.div(source, len(plan.reduced_with), out=inbox)
-        wait = self._begin_sum(plan.reduced_with, inbox, f"the average of bucket {tag}")
+        group = self._groups[plan.reduced_with]
+        what = f"the average of bucket {tag}"
+        self._count_sum(len(plan.reduced_with), inbox)
+        wait = self._begin_sum(group, plan.reduced_with, inbox, what)
         return Exchange(plan.self_weight, includes_self=True, waits=[wait])
 
     def wait_for(self, exchange: Exchange) -> None:
@@ -150,45 +161,67 @@ class Transport:
         with self._bulletin.blocked():
             exchange.wait()
 
-    def average_(self, tensor: Tensor) -> None:
-        """Replace the tensor by its mean over all ranks; 16-bit numbers are summed in 32 bits."""
+    def average(self, tensor: Tensor) -> Tensor:
+        """Return the mean over all ranks; that of 16-bit numbers in 32 bits.
+
+        All ranks must be known to be here: see ``meet``.
+        """
         wide = tensor.float() if tensor.element_size() == 2 else tensor
-        wait = self._begin_sum(self._everyone, wide.div_(self.size), "an average")
+        mean = wide / self.size
+        self._count_sum(self.size, mean)
+        wait = self._begin_sum(self._meeting, self._everyone, mean, "an average")
         with self._bulletin.blocked():
             wait()
-        if wide is not tensor:
-            tensor.copy_(wide)
+        return mean
 
-    def begin_gather(self, value: int, what: str) -> Callable[[], list[int]]:
+    def meet(self, call: str) -> None:
+        """Return when all ranks have come to this call; raise where some came to another."""
+        self.begin_gather(0, call)()
+
+    def begin_gather(self, value: int, call: str) -> Callable[[], list[int]]:
         """Begin to collect a number from every rank; return the function that waits for them.
 
         Args:
             value: this rank's number.
-            what: what the numbers are, for the error where a rank does not give its own.
+            call: what the numbers are for. Ranks that gather for something else are an error.
         """
-        values = torch.zeros(self.size, dtype=torch.int64, device=self._device)
-        values[self.rank] = value
-        wait = self._begin_sum(self._everyone, values, what)
+        self._bulletin.raise_failure()
+        self._num_meetings += 1
+        pairs = torch.zeros(self.size, 2, dtype=torch.int64, device=self._device)
+        digest = hashlib.blake2b(f"{self._num_meetings} {call}".encode(), digest_size=7).digest()
+        pairs[self.rank, 0] = int.from_bytes(digest)
+        pairs[self.rank, 1] = value
+        wait = self._begin_sum(self._meeting, self._everyone, pairs, f"all ranks to come to {call}")
 
         def collect() -> list[int]:
+            began = time.perf_counter()
             with self._bulletin.blocked():
                 wait()
-            return values.tolist()
+            self.meeting_s += time.perf_counter() - began
+            digests: list[int] = pairs[:, 0].tolist()
+            others = [rank for rank, other in enumerate(digests) if other != digests[self.rank]]
+            if others:
+                raise self._bulletin.disagreement(
+                    others,
+                    f"all ranks must make the same calls in the same order, but rank {self.rank} "
+                    f"is in {call}, and {self._bulletin.calls_of(others)}",
+                )
+            return pairs[:, 1].tolist()
 
         return collect
 
     def begin_comparison(self, round: Round) -> Callable[[], None]:
         """Begin to compare a round across ranks; return the function that raises a difference."""
-        collect = self.begin_gather(int(round.digest[:15], 16), "the digest of a round")
+        collect = self.begin_gather(int(round.digest[:15], 16), "the comparison of rounds")
 
         def compare() -> None:
             digests = collect()
             others = [rank for rank, digest in enumerate(digests) if digest != digests[self.rank]]
             if others:
-                raise ExchangeError(
-                    "all ranks must mix with the same round, but ranks "
-                    f"{', '.join(map(str, others))} have another one than rank {self.rank}; "
-                    "a schedule's rounds must depend on the step alone"
+                raise self._bulletin.disagreement(
+                    others,
+                    f"all ranks must mix with the same round, but {name_ranks(others)} had another "
+                    f"one than rank {self.rank}; a schedule's rounds must depend on the step alone",
                 )
 
         return compare
@@ -197,8 +230,10 @@ class Transport:
         """Replace the tensor by rank 0's."""
         received = tensor.detach().clone(memory_format=torch.contiguous_format)
         as_bytes = received.view(-1).view(torch.uint8)  # any dtype travels as bytes
-        group = self._groups[self._everyone]
-        wait = self._post(lambda: group.broadcast([as_bytes]), "what rank 0 broadcasts", (0,))
+        others = tuple(rank for rank in self._everyone if rank != self.rank)
+        wait = self._post(
+            lambda: self._meeting.broadcast([as_bytes]), "what rank 0 broadcasts", others
+        )
         with self._bulletin.blocked():
             wait()
         tensor.detach().copy_(received)
@@ -209,9 +244,10 @@ class Transport:
         self._plan.cache_clear()
         self._spare.clear()
         if not self._on_cpu:
-            for group in self._groups.values():
+            for group in (self._meeting, *self._groups.values()):
                 dist.destroy_process_group(group)
         self._groups.clear()
+        del self._meeting
 
     def abandon(self, seconds: float) -> None:
         """Let the process end, or go on without this transport, though peers have failed it.
@@ -223,7 +259,7 @@ class Transport:
         """
         left = self._bulletin.seconds_left
         self._collector.wait_idle(left + 1 if left < seconds + _SHUTDOWN_S else seconds)
-        for kept in (self._bulletin.store, *self._groups.values()):
+        for kept in (self._bulletin.store, self._meeting, *self._groups.values()):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
     def _begin_over_gloo(self, plan: _Plan, source: Tensor, inbox: Tensor, tag: int) -> Exchange:
@@ -272,14 +308,14 @@ class Transport:
         what = f"rank {receiver} to take bucket {tag}"
         return self._post(lambda: group.send([source], receiver, tag), what, (receiver,))
 
-    def _begin_sum(self, members: tuple[int, ...], tensor: Tensor, what: str) -> Callable[[], None]:
-        size = len(members)
-        if size == 1:
+    def _begin_sum(
+        self, group: ProcessGroup, members: tuple[int, ...], tensor: Tensor, what: str
+    ) -> Callable[[], None]:
+        if len(members) == 1:
             return lambda: None
-        group = self._groups[members]
-        self._count(2 * (size - 1), 2 * (size - 1) * tensor.nbytes // size)
         others = tuple(member for member in members if member != self.rank)
-        what = f"{what} over all ranks" if members == self._everyone else f"{what} over {members}"
+        if members != self._everyone:
+            what = f"{what} over {name_ranks(members)}"
         return self._post(lambda: group.allreduce([tensor]), what, others)
 
     def _post(
@@ -304,6 +340,10 @@ class Transport:
     def _count(self, messages: int, num_bytes: int) -> None:
         self.messages_sent += messages
         self.bytes_sent += num_bytes
+
+    def _count_sum(self, size: int, tensor: Tensor) -> None:
+        """Count a ring all-reduce; numbers that ranks gather are not counted."""
+        self._count(2 * (size - 1), 2 * (size - 1) * tensor.nbytes // size)
 
     def _spare_like(self, inbox: Tensor) -> Tensor:
         """Return the spare tensor of the collecting thread, large enough for this inbox."""
@@ -333,19 +373,17 @@ class Transport:
         group = round.group_of(self.rank)
         return () if group is None else tuple(group.tolist())
 
-    def _open_group(self, members: tuple[int, ...]) -> None:
-        if members in self._groups:
-            return
+    def _open_group(self, members: tuple[int, ...], purpose: str) -> ProcessGroup:
         others = tuple(member for member in members if member != self.rank)
         try:
             # A backend by itself has the methods that we call.
-            self._groups[members] = cast(ProcessGroup, self._connect(members))
+            return cast(ProcessGroup, self._connect(members, purpose))
         except RuntimeError as error:
             raise self._bulletin.failure("connections", others, error) from error
 
-    def _connect(self, members: tuple[int, ...]) -> object:
+    def _connect(self, members: tuple[int, ...], purpose: str) -> object:
         if self._on_cpu:
-            name = hashlib.blake2b(str(members).encode(), digest_size=8).hexdigest()
+            name = hashlib.blake2b(f"{purpose} {members}".encode(), digest_size=8).hexdigest()
             store = PrefixStore(name, self._bulletin.store)
             rank, size = members.index(self.rank), len(members)
             return ProcessGroupGloo(store, rank, size, self._bulletin.timeout)
