@@ -62,7 +62,7 @@ loss = nn.functional.cross_entropy
 print(f"{'graph':42} {'average':>8} {'worker 0':>9} {'consensus distance':>19} {'seconds':>8}")
 for graph in GRAPHS:
     start = time.perf_counter()
-    sim = gossamer.Simulation(make_model(), loss, make_optimizer, WORKERS, graph)
+    sim = gossamer.Simulation(make_model(), loss, make_optimizer, WORKERS, graph, "atc")
     for inputs, targets in data:
         sim.step(inputs, targets)
     seconds = time.perf_counter() - start

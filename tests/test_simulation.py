@@ -104,6 +104,8 @@ def test_chunks_change_nothing(name: str) -> None:
         if chunk not in seen:
             assert_same(run(chunked, task, steps=3), whole)
         seen.add(chunk)
+        if chunk == 6:
+            break
     assert 1 in seen
     assert seen & {2, 3, 4, 5}
     assert 6 in seen
@@ -163,9 +165,9 @@ def test_what_vmap_refuses_runs_in_a_loop() -> None:
 @pytest.mark.parametrize("workers", [1, 2, 5, 40])
 def test_timing_changes_nothing(workers: int) -> None:
     """While both methods are timed, every worker is computed once per step, by either."""
-    auto = run(make(CONVNET, workers, "complete", gradients="auto"), CONVNET, steps=12)
+    auto = run(make(CONVNET, workers, "complete", gradients="auto"), CONVNET, steps=14)
     assert auto.state_dict()["gradients"]["chunk"] is not None
-    fixed = run(make(CONVNET, workers, "complete"), CONVNET, steps=12)
+    fixed = run(make(CONVNET, workers, "complete"), CONVNET, steps=14)
     assert_same(auto, fixed, atol=1e-10)
 
 
@@ -278,7 +280,7 @@ def test_mixing_is_the_matrix_product(text: str, num_workers: int) -> None:
     """Means, shifts, dense and sparse products: all are W x, also across blocks of columns."""
     schedule = parse(text, num_workers)
     generator = torch.Generator().manual_seed(0)
-    x_WN = torch.randn(num_workers, 40_000, 3, generator=generator, dtype=torch.float64)
+    x_WN = torch.randn(num_workers, 6_000, 3, generator=generator, dtype=torch.float64)
     for step in range(2):
         expected = np.tensordot(schedule.round(step).matrix().toarray(), x_WN.numpy(), axes=1)
         mix_(x_WN, schedule.round(step))

@@ -24,7 +24,7 @@ from tests.reference import ALL_OPTIMIZERS, ORDERS
 from tests.tasks import ALL_TASKS, Task
 
 NUM_WORKERS = 8
-NUM_STEPS = 11
+NUM_STEPS = 10
 OPTIMIZERS = ("sgd_nesterov", "adamw", "accum_adamw")
 
 # Every model with every optimizer, on the topologies in turn.

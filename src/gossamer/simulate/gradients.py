@@ -30,6 +30,8 @@ _log = logging.getLogger(__name__)
 Tensors: TypeAlias = Mapping[str, Tensor]
 Loss: TypeAlias = Callable[[Any, Any], Tensor]
 
+_METHODS = ("auto", "vmap", "loop")
+
 _CHUNK_BYTES = (32 << 20, 16 << 20, 64 << 20, 128 << 20)
 """Activations of the workers that go together: about a last-level cache. The first is the rule, the
 others are tried where methods are timed."""
@@ -40,7 +42,7 @@ _PROBED = 4
 _LOOP = 0
 """In place of the size of a chunk: one worker after the other, without vmap."""
 
-_TIMED_TWICE = 2
+_TIMED_STEPS = 2
 _TIMED_IN_LOOP = 8
 
 
@@ -161,7 +163,8 @@ class PerWorker:
     def _time(self, step: int, start: int, backward: Backward) -> None:
         """Time some workers in the loop and the others in chunks of one size; choose at the end."""
         chunk = min(self._candidates, key=lambda size: len(self._times.get(size, ())))
-        num_loop = min(_TIMED_IN_LOOP, (self._num_workers - start) // 2)
+        left = self._num_workers - start
+        num_loop = min(_TIMED_IN_LOOP, left // 4 or left // 2)  # a few stand for all
         parts = {
             _LOOP: range(start, start + num_loop),
             chunk: range(start + num_loop, self._num_workers),
@@ -172,7 +175,7 @@ class PerWorker:
             if start == 0:  # the step that probes also warms up
                 seconds = (time.perf_counter() - begin) / len(workers)
                 self._times.setdefault(size, []).append(seconds)
-        if all(len(self._times.get(size, ())) == _TIMED_TWICE for size in self._candidates):
+        if all(len(self._times.get(size, ())) == _TIMED_STEPS for size in self._candidates):
             fastest = {size: min(times) for size, times in self._times.items()}
             self._chosen = min(fastest, key=fastest.__getitem__)
             _log.debug("seconds per worker by size of chunk, %d the loop: %s", _LOOP, fastest)
@@ -234,9 +237,6 @@ class PerWorker:
                 found = f"layer {names[id(module)] or 'model'!r} ({type(module).__name__})"
             trace = trace.tb_next
         return found
-
-
-_METHODS = ("auto", "vmap", "loop")
 
 
 @contextmanager
