@@ -3,7 +3,8 @@
     python -m benchmarks.sketch [--steps 60] [--seeds 20] [--parameters 10000000] [--repeats 9]
 
 Error: a multilayer perceptron and a convolutional network on scikit-learn's digits, 16 workers on a
-ring (adapt then combine, SGD with momentum), each on its own shard. At every fifth step, the
+ring (adapt then combine, SGD with momentum), each on its own shard; and, as the hardest case, two
+workers that differ by one outer product. At every fifth step of training the
 estimate of Ξ from each construction and seed is compared with the exact Ξ. ``theory`` is the mean
 of √(1/(2·m·r)), with r the directions in which workers deviate. Cost: one sketch of a flat vector
 in single precision on one thread, beside a 2-norm of it and beside training steps of two models of
@@ -25,13 +26,17 @@ import typer
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from gossamer.consensus.distance import (
+from gossamer.consensus import (
+    Constant,
+    Observation,
     Sketch,
+    bind,
     consensus_distance,
     sketch_distance,
     sketch_error,
+    tensor_norms,
 )
-from gossamer.topology import ring
+from gossamer.topology import ring, static
 
 WORKERS = 16
 SIZE = 509
@@ -49,8 +54,8 @@ def main(
     """Print errors, then costs."""
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
-    for name, build in MODELS.items():
-        trajectory = list(train(build, steps))
+    trajectories = {name: list(train(build, steps)) for name, build in MODELS.items()} | rank_one()
+    for name, trajectory in trajectories.items():
         for construction, sketch in CONSTRUCTIONS.items():
             rows.append({"model": name, "construction": construction})
             rows[-1] |= errors(sketch, trajectory, seeds)
@@ -123,6 +128,18 @@ def train(build: Callable[[], nn.Module], steps: int) -> Iterator[Tensor]:
             yield x_WN
         for worker, x_N in zip(workers, mixing @ x_WN, strict=True):
             nn.utils.vector_to_parameters(x_N, worker.parameters())
+
+
+def rank_one() -> dict[str, list[Tensor]]:
+    """Two workers apart by one outer product, the hardest case: 4096 rows, 512 columns.
+
+    Activations after a ReLU are positive, so all rows are alike; or few of them are not zero.
+    """
+    rng = torch.Generator().manual_seed(0)
+    rows, columns = torch.rand(4096, 1, generator=rng), torch.rand(512, generator=rng)
+    few = columns * (torch.rand(512, generator=rng) < 0.05)
+    apart = {"positive activations": rows * columns, "few activations": rows * few}
+    return {name: [torch.stack([d.flatten(), -d.flatten()])] for name, d in apart.items()}
 
 
 # - Constructions
@@ -213,6 +230,8 @@ def cost(parameters: int, repeats: int) -> dict[str, float]:
         "sketch of 100 tensors": lambda: ours.sketch(cut),
         "sketch of 100 tensors, one group each": lambda: ours.sketch_groups(cut, range(len(cut))),
         "2-norm": lambda: x_N.norm(),
+        "norms of 100 tensors, for dispersion": lambda: tensor_norms([t[None] for t in cut]),
+        "decision, 32 workers on a ring at a quarter of the distance": decision(),
         "count sketch without its hash": lambda: torch.zeros(SIZE).index_add_(0, places, x_N),
         "step of an mlp, batch 32": step_of(perceptron, torch.randn(32, width)),
         "step of a transformer, 8 x 64 tokens": step_of(transformer, torch.randn(8, 64, 384)),
@@ -224,6 +243,21 @@ def cost(parameters: int, repeats: int) -> dict[str, float]:
             task()
             times[name].append(time.perf_counter() - start)
     return {name: round(1e3 * statistics.median(t[1:]), 2) for name, t in times.items()}
+
+
+def decision() -> Callable[[], object]:
+    """One decision of the controller that repeats most in Kong et al.'s table: about 12 rounds."""
+    controller = bind(Constant(c=0.25), static(ring(32)), "atc")
+    state, rng = controller.start, np.random.default_rng(0)
+    x_nm = np.zeros((32, SIZE))
+    seen = Observation(step=0, lr=1.0)
+    for step in range(state.calibrates_until + 50):
+        x_nm = x_nm + rng.standard_normal(x_nm.shape)
+        seen = Observation(step=step, lr=1.0, sketches=x_nm)
+        chosen, state = controller.decide(seen, state)
+        for round in chosen.rounds:
+            x_nm = np.asarray(round.matrix() @ x_nm)
+    return lambda: controller.decide(seen, state)
 
 
 def step_of(model: nn.Module, inputs: Tensor) -> Callable[[], object]:

@@ -104,7 +104,7 @@ def test_gossip_steps_equal_the_published_ones(topology: str, c: float, gossip_s
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("c", "degrees"), [(0.5, {4, 6}), (0.25, {8, 10})])
 def test_ada_consensus_finds_the_degree(order: str, c: float, degrees: set[int]) -> None:
-    """On a ring, the lattices of PAPERS.md: 4 neighbours have 0.55 Ξ_max, 8 have 0.27 to 0.30. The
+    """In theory a lattice of 4 has 0.55 of a ring's distance, one of 8 has 0.27 to 0.30. The
     distance stays under the target, under awc too, where observations are a step old.
     """
     text = f"ada_consensus(constant(c={c}), by='degree')"
@@ -329,7 +329,7 @@ def test_constant_calibrates_in_every_phase_and_follows_the_rate() -> None:
 
 
 def test_auto_is_tight_first_and_plain_later() -> None:
-    """PAPERS.md's guidance: a quarter of Ξ_max until the learning rate first falls."""
+    """Kong et al.'s guidance: a quarter of Ξ_max until the learning rate first falls."""
     assert parse_control("auto") == Phases((Constant(c=0.25), Plain()))
     targets = targets_of(bind(parse_control("auto"), static(ring(4)), "awc"), [1.0] * 30 + [0.1])
     assert math.isfinite(targets[29])
@@ -454,7 +454,7 @@ def test_the_critical_target_is_a_share_of_gamma() -> None:
         ("phases(constant(c=0.25), plain, at=(100,))", Phases((Constant(0.25), Plain()), (100,))),
         ("repeat(exact, q_max=2)", Repeat(Exact(), q_max=2)),
         (
-            "ada_consensus(constant(c=0.5), by='degree', k_max=8, interval=2)",
+            "ada_consensus(constant(c=0.5), by=degree, k_max=8, interval=2)",
             AdaConsensus(Constant(0.5), by="degree", k_max=8, interval=2),
         ),
         ("gamma(p=1, start=1000)", Gamma(p=1, start=1000)),
@@ -479,7 +479,9 @@ def test_every_control_has_a_text() -> None:
         ("constant(c=0)", "use exact"),
         ("constant(c=1e999)", "finite c > 0"),
         ("constant(c='a')", "constant needs float for c"),
-        ("constant(c=true)", "unknown control 'true'"),
+        ("constant(c=true)", "constant needs float for c"),
+        ("repeat(constnt)", "repeat needs a target, got 'constnt'"),
+        ("ada_consensus(exact, by=3)", "needs str for by"),
         ("constant", "constant takes c"),
         ("constant(k=1)", "constant takes c"),
         ("adaptive(s=-0.1)", "finite s > 0"),

@@ -125,6 +125,21 @@ def test_the_estimate_is_unbiased_and_as_exact_as_stated() -> None:
     assert 0.6 * stated < np.std(ratios) < 1.4 * stated
 
 
+@pytest.mark.parametrize("share", [1.0, 0.05], ids=["positive activations", "few activations"])
+def test_a_rank_one_difference_is_no_harder_than_stated(share: float) -> None:
+    """One outer product, rows alike or columns mostly zero, 512 wide: signs that repeat from block
+    to block would be wrong by 30 % on the first, sketches of 512 floats by 15 % on the second.
+    """
+    rng = seeded(5)
+    columns = torch.rand(512, generator=rng) * (torch.rand(512, generator=rng) < share)
+    apart_N = (torch.rand(2048, 1, generator=rng) * columns).flatten()
+    x_WN = torch.stack([apart_N, -apart_N])
+    exact = consensus_distance([x_WN])
+    sketches = [Sketch(seed=s).sketch_stacked([x_WN], [0])[:, 0].numpy() for s in range(30)]
+    errors = np.array([sketch_distance(sketch) for sketch in sketches]) / exact - 1
+    assert np.sqrt(np.mean(errors**2)) < 1.5 * sketch_error(sketches[0])
+
+
 def test_groups_are_estimated_each_by_itself() -> None:
     """Per tensor, the estimate is that tensor's own distance."""
     tensors = stacked_model(8)

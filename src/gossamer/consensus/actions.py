@@ -131,7 +131,9 @@ class Gamma:
 
     def __post_init__(self) -> None:
         if not 0 <= self.p < math.inf:
-            raise UserError(f"gamma needs a finite p >= 0, got p={self.p}; the paper uses 1")
+            raise UserError(
+                f"gamma needs a finite p >= 0, got p={self.p}; 1 follows the learning rate"
+            )
         _check_at_least("gamma", "start", self.start, 0)
 
     def bind(self, schedule: Schedule, order: str) -> Controller:

@@ -110,6 +110,9 @@ def _build(node: ast.Name | ast.Call) -> Control | Target:
 
 
 def _value(name: str, node: ast.expr) -> Any:
+    """Return a control, a number, a tuple of numbers, or a bare word as a string."""
+    if isinstance(node, ast.Name) and node.id not in CONTROLS:
+        return node.id
     if isinstance(node, ast.Name | ast.Call):
         return _build(node)
     try:
@@ -122,6 +125,7 @@ def _value(name: str, node: ast.expr) -> Any:
 
 _KINDS: dict[str, Callable[[Any], bool]] = {
     "float": lambda value: type(value) in (int, float),
+    "str": lambda value: type(value) is str,
     "int": lambda value: type(value) is int,
     "tuple[int, ...]": lambda value: type(value) is tuple and all(type(v) is int for v in value),
 }
@@ -132,4 +136,4 @@ def _check_types(name: str, signature: inspect.Signature, given: dict[str, Any])
     for key, value in given.items():
         kind = str(signature.parameters[key].annotation)
         if kind in _KINDS and not _KINDS[kind](value):
-            raise UserError(f"{name} needs {kind} for {key}, got {value!r}; give a number")
+            raise UserError(f"{name} needs {kind} for {key}, got {value!r}; give that")
