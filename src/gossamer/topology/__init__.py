@@ -34,7 +34,7 @@ from gossamer.topology.schedules import (
     random_matching,
     static,
 )
-from gossamer.topology.weights import metropolis, uniform
+from gossamer.topology.weights import damped, metropolis, uniform
 
 __all__ = [
     "CATALOGUE",
@@ -48,6 +48,7 @@ __all__ = [
     "base_graph",
     "complete",
     "cycle",
+    "damped",
     "erdos_renyi",
     "exponential",
     "from_matrix",

@@ -67,6 +67,20 @@ def group_average(labels: IntArray) -> Round:
     return Round(cast("Sparse", csr_array((shares, members[position], row_starts))))
 
 
+def damped(round: Round, gamma: float) -> Round:
+    """Return γW + (1 − γ)I: every worker moves the share γ of the way that the round would move it.
+
+    >>> from gossamer.topology import complete
+    >>> damped(complete(2), 0.5).matrix().toarray().tolist()
+    [[0.75, 0.25], [0.25, 0.75]]
+    """
+    if not 0 <= gamma <= 1:
+        raise UserError(f"damping needs gamma in [0, 1], got {gamma}; 1 is the round itself")
+    kept = eye_array(round.num_workers, format="csr")
+    weights = csr_array(gamma * round.matrix() + (1 - gamma) * kept)
+    return Round(weights, doubly_stochastic=round.conserves_mean)
+
+
 def is_connected(weights: Sparse) -> bool:
     """Whether what one worker knows can reach every other."""
     # Strong components; on an undirected graph they are the components. A copy, because the

@@ -1,0 +1,69 @@
+"""How far apart workers are, and what to do about it.
+
+``distance`` measures Ξ, exactly and by a sketch; ``dispersion`` is what DBench reports of norms;
+``critical`` says how far apart workers may be; ``control`` decides how they mix. Pure: both engines
+feed the same objects.
+"""
+
+from gossamer.consensus.actions import AdaConsensus, Gamma, Repeat
+from gossamer.consensus.control import Control, Controller, Decision, mixed_distance
+from gossamer.consensus.controls import CONTROLS, bind, parse_control
+from gossamer.consensus.critical import Critical, CriticalState, critical_distance
+from gossamer.consensus.dispersion import Dispersion, dispersion, tensor_norms
+from gossamer.consensus.distance import (
+    Sketch,
+    bounds,
+    consensus_distance,
+    sketch_distance,
+    sketch_error,
+    tensor_distances,
+    theta,
+)
+from gossamer.consensus.targets import (
+    Adaptive,
+    Constant,
+    CriticalTarget,
+    Exact,
+    Needs,
+    Observation,
+    Phases,
+    Plain,
+    State,
+    Target,
+)
+
+__all__ = [
+    "CONTROLS",
+    "AdaConsensus",
+    "Adaptive",
+    "Constant",
+    "Control",
+    "Controller",
+    "Critical",
+    "CriticalState",
+    "CriticalTarget",
+    "Decision",
+    "Dispersion",
+    "Exact",
+    "Gamma",
+    "Needs",
+    "Observation",
+    "Phases",
+    "Plain",
+    "Repeat",
+    "Sketch",
+    "State",
+    "Target",
+    "bind",
+    "bounds",
+    "consensus_distance",
+    "critical_distance",
+    "dispersion",
+    "mixed_distance",
+    "parse_control",
+    "sketch_distance",
+    "sketch_error",
+    "tensor_distances",
+    "tensor_norms",
+    "theta",
+]

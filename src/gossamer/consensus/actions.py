@@ -1,0 +1,259 @@
+"""Actions: what can be done about a distance.
+
+Each is a frozen value with a target and limits; on a schedule it becomes a function from an
+observation to rounds. A new one is one class here and one row in ``controls.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import final
+
+from gossamer.consensus.control import Choice, Controller, mix, mixed_distance
+from gossamer.consensus.distance import sketch_distance
+from gossamer.consensus.targets import Observation, Plain, State, Target
+from gossamer.errors import UserError
+from gossamer.topology import Round, Schedule, complete, damped, lattice
+from gossamer.topology.spectrum import window
+
+_CHEAPER_BELOW = 0.9
+"""Share of the target that a cheaper candidate must come under."""
+
+
+@final
+@dataclass(frozen=True)
+class Repeat:
+    """Repeat gossip until the distance is under the target (atc).
+
+    Step t mixes with the rounds t, t + 1, … of the schedule, so repeating helps where rounds are
+    matchings too. q is at least 1 and at most ``q_max``.
+
+    Args:
+        target: how far apart workers may be.
+        q_max: the most rounds per step.
+        interval: steps between observations; in between, q stays.
+    """
+
+    target: Target
+    q_max: int = 64
+    interval: int = 1
+
+    def __post_init__(self) -> None:
+        _check_target("repeat", self.target)
+        _check_at_least("repeat", "q_max", self.q_max, 1)
+        _check_at_least("repeat", "interval", self.interval, 1)
+
+    def bind(self, schedule: Schedule, order: str) -> Controller:
+        """Refuses awc, which mixes once per step."""
+        if checked_order(order) == "awc":
+            raise UserError(
+                "repeat mixes several times per step, got order 'awc', whose one exchange runs "
+                "while the gradient is computed; use ada_consensus, which chooses whom to mix "
+                "with, or order='atc'"
+            )
+        choose = partial(_repeat, schedule, complete(schedule.num_workers), self.q_max)
+        return Controller(self.target, choose, schedule, self.interval)
+
+
+@final
+@dataclass(frozen=True)
+class AdaConsensus:
+    """Mix once, with the cheapest round that keeps the distance under the target (atc and awc).
+
+    The candidates are the schedule's round, ring lattices that cost more than it and less than the
+    complete graph, and the complete graph. The first whose mixed sketches are within the target is
+    taken; to become cheaper again, a candidate must come under nine tenths of the target, so that
+    noise does not make the choice flicker.
+
+    What costs is either bytes or neighbours. The complete graph runs as an all-reduce and sends
+    less than two copies of the model, fewer than any lattice: by bytes, it is the one step up, and
+    the controller decides how often to take it. But everyone then waits for everyone; by degree,
+    the graph becomes denser only as far as needed, as Ada's does.
+
+    Under awc the sketches are a step old. They stand for those of this step: both have had one
+    update since they were mixed.
+
+    Args:
+        target: how far apart workers may be.
+        by: what a round costs, ``"bytes"`` that a worker sends or ``"degree"``, the neighbours that
+            it waits for.
+        k_max: the most neighbours; below n − 1 the complete graph is no candidate. An ``exact``
+            target asks for it all the same. 0 sets no limit.
+        interval: steps between observations; in between, the candidate stays.
+    """
+
+    target: Target
+    by: str = "bytes"
+    k_max: int = 0
+    interval: int = 1
+
+    def __post_init__(self) -> None:
+        _check_target("ada_consensus", self.target)
+        if self.by not in _COSTS:
+            raise UserError(
+                f"ada_consensus weighs rounds by {' or '.join(_COSTS)}, got {self.by!r}; use one"
+            )
+        if self.k_max == 1 or self.k_max < 0:
+            raise UserError(
+                f"ada_consensus needs k_max of at least 2, or 0 for no limit, got {self.k_max}; "
+                "2 neighbours are a ring"
+            )
+        _check_at_least("ada_consensus", "interval", self.interval, 1)
+
+    def bind(self, schedule: Schedule, order: str) -> Controller:
+        """Acts under both orders."""
+        checked_order(order)
+        k_max = self.k_max or schedule.num_workers - 1
+        denser = _denser_than(schedule, _COSTS[self.by], k_max)
+        choose = partial(_thicken, schedule, complete(schedule.num_workers), denser)
+        return Controller(self.target, choose, schedule, self.interval)
+
+
+@final
+@dataclass(frozen=True)
+class Gamma:
+    """Mix with γW + (1 − γ)I, where γ = (η/η_max)^p from a start step on (atc and awc).
+
+    Keeps the distance from vanishing as the learning rate η decays; η_max is the highest so far.
+
+    Reference: Wang, DSGD with adaptive consensus (https://arxiv.org/abs/2602.02899).
+
+    Args:
+        p: how strongly γ follows the learning rate; 0 is plain gossip.
+        start: the step before which γ is 1.
+    """
+
+    p: float = 1.0
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.p < math.inf:
+            raise UserError(
+                f"gamma needs a finite p >= 0, got p={self.p}; 1 follows the learning rate"
+            )
+        _check_at_least("gamma", "start", self.start, 0)
+
+    def bind(self, schedule: Schedule, order: str) -> Controller:
+        """Acts under both orders."""
+        checked_order(order)
+        return Controller(Plain(), partial(_damp, schedule, self), schedule)
+
+
+def _repeat(
+    schedule: Schedule,
+    exact: Round,
+    q_max: int,
+    seen: Observation,
+    target: float,
+    state: State,
+) -> Choice:
+    if target == 0:
+        return _measured((exact,), state.held, seen)
+    if math.isinf(target):
+        return _measured((schedule.round(seen.step),), 1, seen)
+    if seen.sketches is None:
+        held = max(1, state.held)
+        return Choice(tuple(schedule.round(seen.step + q) for q in range(held)), held)
+    rounds: list[Round] = []
+    mixed_nm, distance = seen.sketches, math.inf
+    while distance > target and len(rounds) < q_max:
+        rounds.append(schedule.round(seen.step + len(rounds)))
+        mixed_nm = mix(rounds[-1], mixed_nm)
+        distance = sketch_distance(mixed_nm)
+    return Choice(tuple(rounds), len(rounds), distance)
+
+
+def _thicken(
+    schedule: Schedule,
+    exact: Round,
+    denser: tuple[Round, ...],
+    seen: Observation,
+    target: float,
+    state: State,
+) -> Choice:
+    if target == 0:
+        return _measured((exact,), state.held, seen)
+    base = schedule.round(seen.step)
+    if math.isinf(target):
+        return _measured((base,), 0, seen)
+    candidates = (base, *denser)
+    index = state.held
+    if seen.sketches is not None:
+        last = len(candidates) - 1
+        while index < last and mixed_distance([candidates[index]], seen.sketches) > target:
+            index += 1
+        while (
+            index > 0
+            and mixed_distance([candidates[index - 1]], seen.sketches) <= _CHEAPER_BELOW * target
+        ):
+            index -= 1
+    return _measured((candidates[index],), index, seen)
+
+
+def _damp(
+    schedule: Schedule, gamma: Gamma, seen: Observation, target: float, state: State
+) -> Choice:
+    round = schedule.round(seen.step)
+    if seen.step < gamma.start or state.lr_max == 0:
+        return _measured((round,), 0, seen)
+    share = (seen.lr / state.lr_max) ** gamma.p
+    return _measured((damped(round, share) if share < 1 else round,), 0, seen)
+
+
+def _measured(rounds: tuple[Round, ...], held: int, seen: Observation) -> Choice:
+    if seen.sketches is None:
+        return Choice(rounds, held)
+    return Choice(rounds, held, mixed_distance(rounds, seen.sketches))
+
+
+def _denser_than(
+    schedule: Schedule, cost: Callable[[Round], float], k_max: int
+) -> tuple[Round, ...]:
+    """Return lattices that cost more than the schedule, and the complete graph, as k_max allows.
+
+    Every even degree up to 10, then steps of a quarter: at a thousand workers two dozen candidates
+    stand for five hundred.
+    """
+    num_workers = schedule.num_workers
+    exact = (complete(num_workers),) if k_max >= num_workers - 1 else ()
+    least = max(cost(schedule.round(step)) for step in range(window(schedule)))
+    most = min(map(cost, exact), default=math.inf)
+    lattices: list[Round] = []
+    k = 2
+    while k <= min(k_max, num_workers - 2):
+        lattices.append(lattice(num_workers, k))
+        k = max(k + 2, k + k // 4 - k // 4 % 2)
+    return (*(round for round in lattices if least < cost(round) < most), *exact)
+
+
+def _copies_sent(round: Round) -> float:
+    return float(round.copies_sent.max())
+
+
+def _degree(round: Round) -> float:
+    return round.degree
+
+
+_COSTS: dict[str, Callable[[Round], float]] = {"bytes": _copies_sent, "degree": _degree}
+
+
+def checked_order(order: str) -> str:
+    """Return the order, after a check that it is one."""
+    if order not in ("atc", "awc"):
+        raise UserError(f"a control acts under order 'atc' or 'awc', got {order!r}; use one")
+    return order
+
+
+def _check_target(what: str, target: object) -> None:
+    if not isinstance(target, Target):
+        raise UserError(
+            f"{what} needs a target, got {target!r}; for instance {what}(constant(c=0.25))"
+        )
+
+
+def _check_at_least(what: str, name: str, value: int, least: int) -> None:
+    if value < least:
+        raise UserError(f"{what} needs {name} of at least {least}, got {value}; use {least}")

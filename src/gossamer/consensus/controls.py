@@ -1,0 +1,139 @@
+"""The table of controls, and the one place where a text becomes one."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from gossamer.consensus.actions import AdaConsensus, Gamma, Repeat, checked_order
+from gossamer.consensus.control import Control, Controller
+from gossamer.consensus.targets import (
+    Adaptive,
+    Constant,
+    CriticalTarget,
+    Exact,
+    Phases,
+    Plain,
+    Target,
+)
+from gossamer.errors import UserError
+from gossamer.topology import Schedule
+
+
+def phases(*targets: Target, at: tuple[int, ...] = ()) -> Phases:
+    """A target for each phase of training."""
+    return Phases(targets, at)
+
+
+def auto() -> Phases:
+    """A quarter of Ξ_max in the first phase, plain gossip after it.
+
+    Kong et al.'s guidance: what a first phase loses by distance is not regained, while a distance
+    in later phases costs nothing or helps (https://arxiv.org/abs/2102.04828).
+    """
+    return Phases((Constant(c=0.25), Plain()))
+
+
+# A new control is one class and one row here.
+CONTROLS: dict[str, Callable[..., Control | Target]] = {
+    # - Targets; repeat under atc, ada_consensus under awc
+    "plain": Plain,
+    "exact": Exact,
+    "constant": Constant,
+    "adaptive": Adaptive,
+    "critical": CriticalTarget,
+    "phases": phases,
+    "auto": auto,
+    # - Ways to act
+    "repeat": Repeat,
+    "ada_consensus": AdaConsensus,
+    "gamma": Gamma,
+}
+
+
+def parse_control(text: str) -> Control | Target:
+    """Return the control that a text names; arguments may be controls themselves.
+
+    >>> parse_control("repeat(phases(constant(c=0.25), plain), q_max=16)")
+    Repeat(target=Phases(targets=(Constant(c=0.25), Plain()), at=()), q_max=16, interval=1)
+    """
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        tree = None
+    if not isinstance(tree, ast.Name | ast.Call):
+        raise UserError(
+            f"a control is a name or name(argument=value, ...), got {text[:80]!r}; "
+            "for instance constant(c=0.25) or ada_consensus(auto)"
+        )
+    return _build(tree)
+
+
+_ACTIONS: dict[str, Callable[[Target], Control]] = {"atc": Repeat, "awc": AdaConsensus}
+
+
+def bind(control: Control | Target, schedule: Schedule, order: str) -> Controller:
+    """Return the controller of a control or a target, on a schedule, under an order.
+
+    A target by itself acts by ``Repeat`` under atc and by ``AdaConsensus`` under awc.
+    """
+    if isinstance(control, Control):
+        return control.bind(schedule, order)
+    return _ACTIONS[checked_order(order)](control).bind(schedule, order)
+
+
+def _build(node: ast.Name | ast.Call) -> Control | Target:
+    call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+    name = ast.unparse(call.func)
+    build = CONTROLS.get(name)
+    if build is None:
+        match = difflib.get_close_matches(name, CONTROLS, n=1, cutoff=0.5)
+        raise UserError(
+            f"unknown control {name!r}{f' (did you mean {match[0]!r}?)' if match else ''}; "
+            f"choose from {', '.join(CONTROLS)}"
+        )
+    positional = [_value(name, argument) for argument in call.args]
+    named = {str(keyword.arg): _value(name, keyword.value) for keyword in call.keywords}
+    signature = inspect.signature(build)
+    try:
+        bound = signature.bind(*positional, **named)
+    except TypeError as error:
+        takes = ", ".join(map(str, signature.parameters.values())) or "no arguments"
+        raise UserError(
+            f"{name} takes {takes}, got {ast.unparse(call)!r}: {error}; give these"
+        ) from None
+    _check_types(name, signature, bound.arguments)
+    return build(*bound.args, **bound.kwargs)
+
+
+def _value(name: str, node: ast.expr) -> Any:
+    """Return a control, a number, a tuple of numbers, or a bare word as a string."""
+    if isinstance(node, ast.Name) and node.id not in CONTROLS:
+        return node.id
+    if isinstance(node, ast.Name | ast.Call):
+        return _build(node)
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        raise UserError(
+            f"{name} takes numbers and controls, got {ast.unparse(node)!r}; write it out"
+        ) from None
+
+
+_KINDS: dict[str, Callable[[Any], bool]] = {
+    "float": lambda value: type(value) in (int, float),
+    "str": lambda value: type(value) is str,
+    "int": lambda value: type(value) is int,
+    "tuple[int, ...]": lambda value: type(value) is tuple and all(type(v) is int for v in value),
+}
+
+
+def _check_types(name: str, signature: inspect.Signature, given: dict[str, Any]) -> None:
+    """Refuse a number of another kind than its parameter's; targets are checked by their users."""
+    for key, value in given.items():
+        kind = str(signature.parameters[key].annotation)
+        if kind in _KINDS and not _KINDS[kind](value):
+            raise UserError(f"{name} needs {kind} for {key}, got {value!r}; give that")

@@ -1,0 +1,312 @@
+"""Targets: how far apart workers may be, at every step.
+
+A target is a frozen value that reads an observation and what a controller remembers, and says a
+distance: infinite asks for plain gossip, zero for the exact average. What a controller remembers is
+one small State for all of them, so a new target is one class here and one row in ``controls.py``.
+"""
+
+# n: workers, m: floats in a sketch
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, NamedTuple, Protocol, cast, final, runtime_checkable
+
+import numpy as np
+
+from gossamer.consensus.critical import CriticalState, Smoothed
+from gossamer.errors import UserError
+from gossamer.topology.round import FloatArray
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Observation:
+    """What all ranks know when they decide how to mix: the same bits on each of them."""
+
+    step: int
+    """The step whose mixing is decided."""
+
+    lr: float
+    """The learning rate of that step."""
+
+    sketches: FloatArray | None = None
+    """Sketches [n, m] of what is to be mixed. Under awc, of what was to be mixed a step before: the
+    round is chosen before the step that it mixes has been taken."""
+
+    gradients: FloatArray | None = None
+    """Sketches [n, m] of each worker's gradient."""
+
+    points: FloatArray | None = None
+    """Sketches [n, m] of the parameters at which those gradients were taken; under awc these are
+    what is mixed."""
+
+
+class Needs(NamedTuple):
+    """Which parts of an observation are read."""
+
+    sketches: bool = False
+    gradients: bool = False
+    points: bool = False
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """What a controller remembers between steps."""
+
+    phase: int = 0
+    phase_lr: float = 0.0
+    """The highest learning rate of the phase so far."""
+
+    calibrates_from: int = 0
+    """The step from which the plain distance of the phase is measured."""
+
+    calibrates_until: int = 0
+    """The step at which the phase's calibration ends."""
+
+    plain_total: float = 0.0
+    """Sum of (Ξ/η)² under plain gossip, in this phase's calibration."""
+
+    plain_count: int = 0
+    lr_max: float = 0.0
+    """The highest learning rate so far."""
+
+    gradient2: Smoothed = field(default_factory=Smoothed)
+    """Mean square φ² of the workers' gradient norms."""
+
+    critical: CriticalState = field(default_factory=CriticalState)
+    held: int = 0
+    """What was chosen last, for steps at which nothing is observed."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain numbers, lists and dicts, for a checkpoint or JSON."""
+        return asdict(self)
+
+    @staticmethod
+    def from_dict(saved: dict[str, Any]) -> State:
+        """Return the state that ``to_dict`` described."""
+        return _restored(State, saved)
+
+
+def _restored(kind: type[Any], saved: dict[str, Any]) -> Any:
+    """Return a dataclass from its dict; fields may be dataclasses, and tuples that became lists."""
+    start = kind()
+    values: dict[str, Any] = {}
+    for name in (entry.name for entry in fields(kind)):
+        value: Any = saved[name]
+        if isinstance(value, dict):
+            value = _restored(type(getattr(start, name)), cast("dict[str, Any]", value))
+        elif isinstance(value, list):
+            value = tuple(cast("list[Any]", value))
+        values[name] = value
+    return kind(**values)
+
+
+@runtime_checkable
+class Target(Protocol):
+    """How far apart workers may be after mixing."""
+
+    def value(self, seen: Observation, state: State) -> float:
+        """Return the distance: infinite for plain gossip, zero for the exact average."""
+        ...
+
+    def needs(self, state: State) -> Needs:
+        """Return what is read of the next observation."""
+        ...
+
+
+@final
+@dataclass(frozen=True)
+class Plain:
+    """No target: one round of the schedule per step."""
+
+    def value(self, seen: Observation, state: State) -> float:
+        """Infinite."""
+        return math.inf
+
+    def needs(self, state: State) -> Needs:
+        """Nothing."""
+        return Needs()
+
+
+@final
+@dataclass(frozen=True)
+class Exact:
+    """The exact average at every step: one round of the complete graph, run as an all-reduce."""
+
+    def value(self, seen: Observation, state: State) -> float:
+        """Zero."""
+        return 0.0
+
+    def needs(self, state: State) -> Needs:
+        """Nothing."""
+        return Needs()
+
+
+@final
+@dataclass(frozen=True)
+class Constant:
+    """c·Ξ_max, a share of the distance that plain gossip has in this phase.
+
+    Ξ_max is measured: the first steps of each phase run plain gossip, and Ξ/η is averaged over the
+    second half of them, when what the start or the phase before left behind has been mixed away.
+    Since Ξ is proportional to the learning rate η, Ξ_max is that average times the rate of the
+    step: warm-up and smooth schedules need no phases.
+    """
+
+    c: float
+
+    def __post_init__(self) -> None:
+        _check_positive("constant", "c", self.c, "use exact for the exact average")
+
+    def value(self, seen: Observation, state: State) -> float:
+        """c·Ξ_max; infinite during calibration."""
+        if seen.step < state.calibrates_until or state.plain_count == 0:
+            return math.inf
+        return self.c * math.sqrt(state.plain_total / state.plain_count) * seen.lr
+
+    def needs(self, state: State) -> Needs:
+        """Sketches."""
+        return Needs(sketches=True)
+
+
+@final
+@dataclass(frozen=True)
+class Adaptive:
+    """s·φ, where φ² is the moving average of the mean squared gradient norm of the workers."""
+
+    s: float
+
+    def __post_init__(self) -> None:
+        _check_positive("adaptive", "s", self.s, "use exact for the exact average")
+
+    def value(self, seen: Observation, state: State) -> float:
+        """s·φ; infinite before the first gradient."""
+        return self.s * math.sqrt(state.gradient2.mean) if state.gradient2.weight else math.inf
+
+    def needs(self, state: State) -> Needs:
+        """Sketches of parameters and gradients."""
+        return Needs(sketches=True, gradients=True)
+
+
+@final
+@dataclass(frozen=True)
+class CriticalTarget:
+    """A share of the estimated critical distance Γ; see ``critical.py`` for what it is worth."""
+
+    share: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_positive("critical", "share", self.share, "use exact for the exact average")
+
+    def value(self, seen: Observation, state: State) -> float:
+        """share·Γ; infinite before Γ is known."""
+        estimate = state.critical.estimate(seen.lr)
+        return math.inf if estimate is None else self.share * estimate.distance
+
+    def needs(self, state: State) -> Needs:
+        """Everything."""
+        return Needs(sketches=True, gradients=True, points=True)
+
+
+@final
+@dataclass(frozen=True)
+class Phases:
+    """A target for each phase of training; the last one stays.
+
+    Kong et al.'s "dec-phase-2" is ``phases(exact, constant(c=0.5), exact)``.
+
+    Args:
+        targets: one per phase.
+        at: the steps at which a new phase begins. Without them a phase begins where the learning
+            rate is down to half of the highest one of the phase before it.
+    """
+
+    targets: tuple[Target, ...]
+    at: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.targets or not all(_is_simple(target) for target in self.targets):
+            raise UserError(
+                f"phases needs a target for each phase, got {self.targets}; "
+                "for instance phases(constant(c=0.25), plain)"
+            )
+        if self.at and len(self.at) != len(self.targets) - 1:
+            raise UserError(
+                f"phases needs one step in `at` between each two of its {len(self.targets)} "
+                f"targets, got at={self.at}; give {len(self.targets) - 1}, or none to follow the "
+                "learning rate"
+            )
+        if any(step < 1 for step in self.at) or list(self.at) != sorted(set(self.at)):
+            raise UserError(
+                f"phases needs steps in `at` that grow from 1 on, got at={self.at}; sort them"
+            )
+
+    def value(self, seen: Observation, state: State) -> float:
+        """What this phase's target says."""
+        return self._current(state).value(seen, state)
+
+    def needs(self, state: State) -> Needs:
+        """What this phase's target reads."""
+        return self._current(state).needs(state)
+
+    def _current(self, state: State) -> Target:
+        return self.targets[min(state.phase, len(self.targets) - 1)]
+
+
+def observed(state: State, seen: Observation, at: tuple[int, ...], calibration: int) -> State:
+    """Return the state with the phase, rates and gradients of an observation.
+
+    Args:
+        state: what is remembered so far.
+        seen: the observation.
+        at: steps at which phases begin; empty to follow the learning rate.
+        calibration: how many steps at the start of a phase are plain.
+    """
+    if at:
+        phase = sum(step <= seen.step for step in at)
+    else:
+        phase = state.phase + (0 < seen.lr <= state.phase_lr / 2)
+    if phase != state.phase:
+        state = replace(
+            state,
+            phase=phase,
+            phase_lr=0.0,
+            calibrates_from=seen.step + calibration // 2,
+            calibrates_until=seen.step + calibration,
+            plain_total=0.0,
+            plain_count=0,
+        )
+    state = replace(state, phase_lr=max(state.phase_lr, seen.lr), lr_max=max(state.lr_max, seen.lr))
+    if seen.gradients is not None:
+        square = float(np.sum(seen.gradients**2)) / len(seen.gradients)
+        state = replace(state, gradient2=state.gradient2.add(square))
+        if seen.points is not None:
+            state = replace(state, critical=state.critical.observe(seen.points, seen.gradients))
+    return state
+
+
+def calibrated(state: State, seen: Observation, distance: float) -> State:
+    """Return the state with one more plain distance, if this step calibrates.
+
+    Args:
+        state: what is remembered so far.
+        seen: the observation.
+        distance: Ξ after the rounds of this step.
+    """
+    open_window = seen.step < state.calibrates_until or state.plain_count == 0
+    if math.isnan(distance) or seen.lr == 0 or seen.step < state.calibrates_from or not open_window:
+        return state
+    total = state.plain_total + (distance / seen.lr) ** 2
+    return replace(state, plain_total=total, plain_count=state.plain_count + 1)
+
+
+def _is_simple(target: Any) -> bool:
+    return isinstance(target, Target) and not isinstance(target, Phases)
+
+
+def _check_positive(what: str, name: str, value: float, remedy: str) -> None:
+    if not 0 < value < math.inf:
+        raise UserError(f"{what} needs a finite {name} > 0, got {name}={value}; {remedy}")
