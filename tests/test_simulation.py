@@ -421,7 +421,7 @@ def test_centralized_state_continues() -> None:
     [
         ({"order": "cta"}, "order must be one of awc, atc, got 'cta'"),
         ({"gossip_steps": 2}, "awc mixes once per step, .* got gossip_steps=2"),
-        ({"order": "atc", "gossip_steps": 0}, "gossip_steps must be above 0, got 0"),
+        ({"order": "atc", "gossip_steps": 0}, "gossip_steps must be at least 1, got 0"),
         ({"buffers": "none"}, "buffers must be one of average, local, mix, got 'none'"),
         ({"gradients": "fast"}, "gradients must be one of auto, vmap, loop, got 'fast'"),
         ({"topology": ring(5)}, "on the 6 workers of the simulation, got one on 5"),

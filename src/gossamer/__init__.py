@@ -25,7 +25,17 @@ _LAZY = {
     "Simulation": "gossamer.simulate",
     "decentralize": "gossamer.gossip",
 }
-_PACKAGES = ("engine", "gossip", "lab", "optim", "records", "simulate", "topology", "workloads")
+_PACKAGES = (
+    "consensus",
+    "engine",
+    "gossip",
+    "lab",
+    "optim",
+    "records",
+    "simulate",
+    "topology",
+    "workloads",
+)
 
 
 def __getattr__(name: str) -> Any:

@@ -19,6 +19,7 @@ from gossamer.consensus.distance import (
     tensor_distances,
     theta,
 )
+from gossamer.consensus.steering import Gathered, Meter, Plan, planner
 from gossamer.consensus.targets import (
     Adaptive,
     Constant,
@@ -46,10 +47,13 @@ __all__ = [
     "Dispersion",
     "Exact",
     "Gamma",
+    "Gathered",
+    "Meter",
     "Needs",
     "Observation",
     "Phases",
     "Plain",
+    "Plan",
     "Repeat",
     "Sketch",
     "State",
@@ -61,6 +65,7 @@ __all__ = [
     "dispersion",
     "mixed_distance",
     "parse_control",
+    "planner",
     "sketch_distance",
     "sketch_error",
     "tensor_distances",

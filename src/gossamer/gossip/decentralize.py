@@ -38,10 +38,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
+from gossamer.consensus import Control, Decision, Plan, Target, planner
 from gossamer.errors import UserError
 from gossamer.gossip import parameters
 from gossamer.gossip.buckets import flatten_, unflatten_
 from gossamer.gossip.bulletin import Bulletin, ExchangeError
+from gossamer.gossip.meter import RankMeter
 from gossamer.gossip.mixer import Mixer, State
 from gossamer.gossip.orders import ORDERS, Order
 from gossamer.gossip.scaler import GradScaler
@@ -71,6 +73,7 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
     process_group: ProcessGroup | DeviceMesh | None = None,
     order: str = "awc",
     gossip_steps: int = 1,
+    control: str | Control | Target = "plain",
     buffers: str = "average",
     bucket_mb: float = 25.0,
     timeout: timedelta = timedelta(minutes=30),
@@ -92,6 +95,8 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
         order: ``"awc"`` hides the exchange behind the next step's computation; ``"atc"`` mixes
             after the update and waits for it.
         gossip_steps: how often ``"atc"`` mixes per step, each time with the step's round.
+        control: how far apart workers may be and what is done about it, such as
+            ``"constant(c=0.25)"`` or ``"auto"``; see ``gossamer.consensus``.
         buffers: running statistics of normalization layers are ``"average"``: local, and averaged
             by ``averaged()`` and ``finalize()``; ``"local"``: never touched; or ``"mix"``: mixed
             at every step, as parameters are. Other buffers stay as they are.
@@ -109,7 +114,7 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
         schedule = _to_schedule(topology, group.size())
         parameters.check_wrapper(model, group)
         trained = parameters.trained(model, optimizers)
-        chosen_order: Order = _choose(ORDERS, order, "order")(gossip_steps)
+        make_plan = planner(control, schedule, order, gossip_steps)
         policy: _BufferPolicy = _choose(_BUFFERS, buffers, "buffers")
         _check_positive("bucket_mb", bucket_mb, bucket_mb > 0)
         # A text means the same on all ranks; a function need not.
@@ -121,6 +126,7 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
             "how rounds are compared": "at every step" if compares_rounds else "at the start",
             "order": order,
             "gossip_steps": str(gossip_steps),
+            "control": str(control),
             "buffers": buffers,
             "bucket_mb": str(bucket_mb),
             "the number of optimizers": str(len(optimizers)),
@@ -143,7 +149,8 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
     return Gossip(
         optimizers,
         schedule,
-        chosen_order,
+        ORDERS[order],
+        make_plan(RankMeter(trained, optimizers, transport)),
         Mixer(buckets, transport, bulletin, changing, compares_rounds=compares_rounds),
         transport,
         bulletin,
@@ -198,11 +205,12 @@ class Gossip:
     except inside ``drained()``.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts that decentralize() has put together
         self,
         optimizers: Sequence[Optimizer],
         schedule: Schedule,
         order: Order,
+        plan: Plan,
         mixer: Mixer,
         transport: Transport,
         bulletin: Bulletin,
@@ -214,6 +222,7 @@ class Gossip:
         self.num_steps = 0
         """Steps of training taken so far."""
         self._order = order
+        self._plan = plan
         self._mixer = mixer
         self._transport = transport
         self._bulletin = bulletin
@@ -271,6 +280,11 @@ class Gossip:
     def messages_sent(self) -> int:
         """Messages that this rank has sent so far; an all-reduce of g ranks counts as 2(g − 1)."""
         return self._transport.messages_sent
+
+    @property
+    def decision(self) -> Decision | None:
+        """What the control decided last: rounds, the estimated distance and its target."""
+        return self._plan.decision
 
     def stats(self) -> Stats:
         """Return what this rank has sent and waited so far."""
@@ -380,7 +394,7 @@ class Gossip:
         self._guard.check_trained()
         self._guard.renew()
         if self.num_steps > 0:
-            self._order.resume(self._mixer, self.schedule, self.num_steps)
+            self._order.resume(self._mixer, self._plan, self.num_steps)
 
     def _refuse_where_undone(self, call: str) -> None:
         """Raise where the end of a block would undo a call."""
@@ -414,7 +428,7 @@ class Gossip:
         try:
             yield
             while self._count_training(training=False):
-                self._order.before_step(self._mixer)
+                self._order.before_step(self._mixer, self._plan, self.num_steps)
                 self._finish_step()
         finally:
             self._joining = False
@@ -439,6 +453,7 @@ class Gossip:
             "num_workers": self.num_workers,
             "rank": self.rank,
             "topology": self.schedule.name,
+            "control": self._plan.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -467,6 +482,7 @@ class Gossip:
                 f"{self.num_workers - 1}; choose a checkpoint that all of them have"
             )
         self.num_steps = state["num_steps"]
+        self._plan.load_state_dict(state["control"])
         if not self._inside:  # or the end of drained() does it
             self._restart()
 
@@ -549,7 +565,7 @@ class Gossip:
             self._check_unchanged()
             if self._joining:
                 self._count_training(training=True)
-            self._order.before_step(self._mixer)
+            self._order.before_step(self._mixer, self._plan, self.num_steps)
             self._mixed = True
         return args, kwargs
 
@@ -574,7 +590,7 @@ class Gossip:
     def _finish_step(self) -> None:
         self._stepped, self._mixed = [], False
         self._guard.renew()
-        self._order.after_step(self._mixer, self.schedule, self.num_steps)
+        self._order.after_step(self._mixer, self._plan, self.num_steps)
         self.num_steps += 1
 
     def _check_unchanged(self) -> None:

@@ -81,20 +81,22 @@ class Mixer:
         """Where it is; broken from the first failure on, whichever wait it was in."""
         return State.BROKEN if self._bulletin.broken else self._state
 
-    def start(self, round: Round, step: int) -> None:
+    def start(self, round: Round, step: int, *, agrees_on: str = "") -> None:
         """Begin to exchange all buckets; returns at once.
 
         Args:
             round: who mixes with whom.
             step: the step that will finish it, for whoever asks why it failed.
+            agrees_on: a digest that must be the same on all ranks, which compare it meanwhile.
         """
         self._bulletin.raise_failure()
         assert self.state is State.IDLE, "finish a round before the next one starts"
         self._bulletin.at(step, round.digest)
         self._started_at = time.perf_counter()
         with record_function("Mixer::start"), torch.no_grad():
-            if self._compares_rounds:
-                self._comparison = self._transport.begin_comparison(round)
+            digest = agrees_on or (round.digest if self._compares_rounds else "")
+            if digest:
+                self._comparison = self._transport.begin_comparison(digest)
             for tag, (source, target) in enumerate(zip(self._sources, self._targets, strict=True)):
                 if source is not target:
                     source.copy_(target)

@@ -210,9 +210,34 @@ class Transport:
 
         return collect
 
-    def begin_comparison(self, round: Round) -> Callable[[], None]:
-        """Begin to compare a round across ranks; return the function that raises a difference."""
-        collect = self.begin_gather(int(round.digest[:15], 16), "the comparison of rounds")
+    def begin_gather_rows(self, row: Tensor) -> Callable[[], Tensor]:
+        """Begin to collect a vector from every rank; return the function that waits for them all.
+
+        Args:
+            row: this rank's, [m]; of one size on all ranks.
+        """
+        self._bulletin.raise_failure()
+        rows = [torch.empty_like(row) for _ in self._everyone]
+        others = tuple(rank for rank in self._everyone if rank != self.rank)
+        what = "the sketches of all ranks"
+        wait = self._post(lambda: self._meeting.allgather([rows], [row]), what, others)
+
+        def collect() -> Tensor:
+            began = time.perf_counter()
+            with self._bulletin.blocked():
+                wait()
+            self.meeting_s += time.perf_counter() - began
+            return torch.stack(rows)
+
+        return collect
+
+    def begin_comparison(self, digest: str) -> Callable[[], None]:
+        """Begin to compare rounds across ranks; return the function that raises a difference.
+
+        Args:
+            digest: of one round, or of all that a step mixes with.
+        """
+        collect = self.begin_gather(int(digest[:15], 16), "the comparison of rounds")
 
         def compare() -> None:
             digests = collect()

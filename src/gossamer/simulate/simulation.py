@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 from torch.optim import Optimizer
 
+from gossamer.consensus import Control, Decision, Gathered, Sketch, Target, planner
 from gossamer.errors import UserError
 from gossamer.simulate.batches import check_workers, select
 from gossamer.simulate.gradients import Evaluate, Loss, PerWorker
@@ -50,6 +51,7 @@ class Simulation:
         topology: a text such as ``"lattice(k=4)"``, a Round, or a Schedule.
         order: ``"awc"`` mixes while the gradient is computed, ``"atc"`` after the update.
         gossip_steps: how often ``"atc"`` mixes per step, each time with the step's round.
+        control: how far apart workers may be and what is done about it, as in ``decentralize``.
         buffers: running statistics of normalization layers are ``"average"``: each worker's own,
             and averaged by ``average()``; ``"local"``: each worker's own, and worker 0's in
             ``average()``; or ``"mix"``: mixed at every step, as parameters are.
@@ -71,6 +73,7 @@ class Simulation:
         order: str = "awc",
         *,
         gossip_steps: int = 1,
+        control: str | Control | Target = "plain",
         buffers: str = "average",
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
@@ -80,7 +83,10 @@ class Simulation:
         self.schedule = _to_schedule(topology, workers)
         self.num_steps = 0
         """Steps taken so far."""
-        self._order = _choose_order(order, gossip_steps)
+        make_plan = planner(control, self.schedule, order, gossip_steps)
+        self._mix_and_update = (
+            self._adapt_while_combine if order == "awc" else self._adapt_then_combine
+        )
         if buffers not in _BUFFERS:
             raise UserError(f"buffers must be one of {', '.join(_BUFFERS)}, got {buffers!r}")
         self._policy = _BUFFERS[buffers]
@@ -113,6 +119,9 @@ class Simulation:
             method=gradients,
             chunk_bytes=room,
         )
+        self._next_rounds: tuple[Round, ...] = ()
+        """What awc's next step mixes with."""
+        self._plan = make_plan(_Meter(self._parameters, self._update.optimizer))
         self._copies_sent: npt.NDArray[np.float64] = np.zeros(workers)
         self._messages_sent: npt.NDArray[np.int64] = np.zeros(workers, np.int64)
 
@@ -130,6 +139,11 @@ class Simulation:
     def optimizer(self) -> Optimizer:
         """The optimizer, for learning-rate schedulers; its settings hold for all workers."""
         return self._update.optimizer
+
+    @property
+    def decision(self) -> Decision | None:
+        """What the control decided last: rounds, the estimated distance and its target."""
+        return self._plan.decision
 
     @property
     def bytes_sent(self) -> npt.NDArray[np.float64]:
@@ -153,13 +167,25 @@ class Simulation:
         Returns:
             Each worker's loss before the step, [W].
         """
-        chosen = self.schedule.round(self.num_steps) if round is None else round
         # What neighbours get of statistics that are mixed while forward passes change them.
         sent = [s.clone() for s in self._statistics] if self._policy.mixed else []
         losses = self.gradient(inputs, targets)
-        self._order(self, chosen, sent)
+        self._plan.before_update(self.num_steps)
+        self._mix_and_update(round, sent)
         self.num_steps += 1
         return losses
+
+    def _adapt_while_combine(self, given: Round | None, sent: list[Tensor]) -> None:
+        rounds = self._next_rounds if given is None else (given,)
+        for round in rounds if self.num_steps > 0 else ():
+            self.mix(round, sent)
+        self.update()
+        self._next_rounds = self._plan.rounds(self.num_steps + 1)
+
+    def _adapt_then_combine(self, given: Round | None, sent: list[Tensor]) -> None:
+        self.update()
+        for round in self._plan.rounds(self.num_steps) if given is None else (given,):
+            self.mix(round)
 
     def gradient(self, inputs: Any, targets: Any) -> Tensor:
         """Compute each worker's loss and gradient at its own parameters; return the losses."""
@@ -263,6 +289,7 @@ class Simulation:
             "buffers": dict(self._buffers),
             "optimizer": self._update.state_dict(),
             "gradients": self._per_worker.state_dict(),
+            "control": self._plan.state_dict(),
             "copies_sent": self._copies_sent.tolist(),
             "messages_sent": self._messages_sent.tolist(),
         }
@@ -285,36 +312,35 @@ class Simulation:
         self._copies_sent = np.array(state["copies_sent"])
         self._messages_sent = np.array(state["messages_sent"])
         self.num_steps = state["num_steps"]
+        self._plan.load_state_dict(state["control"])
+        if self.num_steps > 0:
+            self._next_rounds = self._plan.again(self.num_steps)
 
 
-_Order = Callable[[Simulation, Round, list[Tensor]], None]
+@final
+class _Meter:
+    """Sketches of all workers at once."""
 
+    def __init__(self, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
+        self._parameters = parameters
+        self._optimizer = optimizer
+        self._sketch = Sketch()
 
-def _adapt_while_combine(sim: Simulation, round: Round, sent: list[Tensor]) -> None:
-    if sim.num_steps > 0:
-        sim.mix(round, sent)
-    sim.update()
+    def begin_parameters(self) -> Gathered:
+        return self._measured(list(self._parameters.values()))
 
+    def begin_gradients(self) -> Gathered:
+        parameters = self._parameters.values()
+        return self._measured(
+            [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
+        )
 
-def _choose_order(order: str, gossip_steps: int) -> _Order:
-    if order not in ("awc", "atc"):
-        raise UserError(f"order must be one of awc, atc, got {order!r}")
-    if order == "awc":
-        if gossip_steps != 1:
-            raise UserError(
-                f"awc mixes once per step, while the gradient is computed, got gossip_steps="
-                f"{gossip_steps}; use order='atc', or a denser topology"
-            )
-        return _adapt_while_combine
-    if gossip_steps < 1:
-        raise UserError(f"gossip_steps must be above 0, got {gossip_steps}; leave it out for one")
+    def lr(self) -> float:
+        return float(self._optimizer.param_groups[0]["lr"])
 
-    def adapt_then_combine(sim: Simulation, round: Round, sent: list[Tensor]) -> None:
-        sim.update()
-        for _ in range(gossip_steps):
-            sim.mix(round)
-
-    return adapt_then_combine
+    def _measured(self, tensors: Sequence[Tensor]) -> Gathered:
+        sketches = self._sketch.sketch_stacked(tensors, [0] * len(tensors))[:, 0].numpy(force=True)
+        return lambda: sketches
 
 
 class _BufferPolicy(NamedTuple):
