@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import SGD, AdamW
+from torch.utils._pytree import tree_map
 
 import gossamer
 from gossamer.errors import UserError
 from gossamer.gossip import ExchangeError, decentralize
-from gossamer.topology import complete, ring
+from gossamer.topology import complete
 from tests.ranks import run_ranks
 from tests.reference import batch, make_model, vector_of
 
@@ -103,12 +105,12 @@ def test_a_controlled_run_continues_where_it_was(name: str) -> None:
     def body(group: ProcessGroup, stop: int) -> Tensor:
         model = make_model()
         optimizer = make_optimizer(model.parameters())
-        options = {"process_group": group, "order": order, "control": control}
+        options: Any = {"process_group": group, "order": order, "control": control}
         gossip = decentralize(model, optimizer, "ring", **options)
         for step in range(NUM_STEPS):
             if step == stop:
-                states = [thing.state_dict() for thing in (model, optimizer, gossip)]
-                states = [torch.utils._pytree.tree_map(_copy, state) for state in states]
+                saved: list[Any] = [thing.state_dict() for thing in (model, optimizer, gossip)]
+                states: list[Any] = [tree_map(_copy, state) for state in saved]
                 gossip.close()
                 optimizer = make_optimizer(model.parameters())
                 gossip = decentralize(model, optimizer, "ring", **options)
@@ -172,7 +174,7 @@ def test_a_target_is_held(control: str, order: str) -> None:
         ({"control": "exact", "order": "atc", "gossip_steps": 2}, "decides how often to mix"),
     ],
 )
-def test_controls_that_cannot_act_are_refused(options: dict[str, object], words: str) -> None:
+def test_controls_that_cannot_act_are_refused(options: dict[str, Any], words: str) -> None:
     """By both engines, when they are built."""
     model = make_model()
     with pytest.raises(UserError, match=words):
@@ -203,16 +205,16 @@ def test_decisions_that_differ_are_an_error() -> None:
             return gossamer.consensus.Needs()
 
         def decide(self, seen: object, state: object) -> tuple[object, object]:
-            round = complete(3) if self._rank == 1 else ring(3, self_weight=0.5)
+            round = gossamer.topology.parse("star", 3).round(0) if self._rank == 1 else complete(3)
             return gossamer.consensus.Decision((round,), math.nan, math.inf), state
 
-        def __str__(self) -> str:
+        def __repr__(self) -> str:
             return "odd"
 
     def body(group: ProcessGroup) -> str:
         model = make_model()
         optimizer = make_optimizer(model.parameters())
-        odd: object = Odd(group.rank())
+        odd: Any = Odd(group.rank())
         gossip = decentralize(model, optimizer, "ring", process_group=group, control=odd)
         optimizer.step()
         with pytest.raises(ExchangeError) as caught:

@@ -26,14 +26,7 @@ _LAZY = {
     "decentralize": "gossamer.gossip",
 }
 _PACKAGES = (
-    "consensus",
-    "engine",
-    "gossip",
-    "lab",
-    "optim",
-    "records",
-    "simulate",
-    "topology",
+    *("consensus", "engine", "gossip", "lab", "optim", "records", "simulate", "topology"),
     "workloads",
 )
 

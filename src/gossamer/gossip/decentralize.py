@@ -126,7 +126,7 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
             "how rounds are compared": "at every step" if compares_rounds else "at the start",
             "order": order,
             "gossip_steps": str(gossip_steps),
-            "control": str(control),
+            "control": repr(control),
             "buffers": buffers,
             "bucket_mb": str(bucket_mb),
             "the number of optimizers": str(len(optimizers)),
