@@ -424,7 +424,7 @@ def test_centralized_state_continues() -> None:
         ({"order": "atc", "gossip_steps": 0}, "gossip_steps must be at least 1, got 0"),
         ({"buffers": "none"}, "buffers must be one of average, local, mix, got 'none'"),
         ({"gradients": "fast"}, "gradients must be one of auto, vmap, loop, got 'fast'"),
-        ({"topology": ring(5)}, "on the 6 workers of the simulation, got one on 5"),
+        ({"topology": ring(5)}, "on 6 workers, got one on 5"),
         ({"memory_gb": math.inf}, "memory_gb must be a finite number above 0, got inf"),
         ({"memory_gb": 1e-6}, "6 workers take .* GB, got 1e-06 GB; use fewer workers"),
         ({"optimizer": lambda p: SGD(MLP.make().parameters())}, "got 0 of them and 4 others"),

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from importlib import metadata
 from types import CodeType, FrameType
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
@@ -49,7 +49,8 @@ from gossamer.gossip.orders import ORDERS, Order
 from gossamer.gossip.scaler import GradScaler
 from gossamer.gossip.stats import Stats
 from gossamer.gossip.transport import Transport
-from gossamer.topology import Round, Schedule, parse, static
+from gossamer.statistics import policy_of, running_statistics
+from gossamer.topology import Round, Schedule, as_schedule
 
 _log = logging.getLogger(__name__)
 
@@ -111,11 +112,11 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
     bulletin = Bulletin(group, timeout)
     try:
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
-        schedule = _to_schedule(topology, group.size())
+        schedule = as_schedule(topology, group.size())
         parameters.check_wrapper(model, group)
         trained = parameters.trained(model, optimizers)
         make_plan = planner(control, schedule, order, gossip_steps)
-        policy: _BufferPolicy = _choose(_BUFFERS, buffers, "buffers")
+        policy = policy_of(buffers)
         _check_positive("bucket_mb", bucket_mb, bucket_mb > 0)
         # A text means the same on all ranks; a function need not.
         compares_rounds = isinstance(topology, Schedule) and schedule.period is None
@@ -143,7 +144,7 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
         transport = Transport(group, bulletin, trained[0].device, rounds=rounds)
         for tensor in (*model.parameters(), *model.buffers()):
             transport.broadcast_(tensor)
-        statistics = parameters.statistics(model)
+        statistics = list(running_statistics(model).values())
         buckets = flatten_(trained, bucket_mb)
         changing = flatten_(statistics, bucket_mb) if policy.mixed else []
     return Gossip(
@@ -162,23 +163,6 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
             statistics=statistics if policy.averaged else [],
         ),
     )
-
-
-class _BufferPolicy(NamedTuple):
-    """What happens to running statistics."""
-
-    averaged: bool
-    """In ``averaged()`` and ``finalize()``."""
-
-    mixed: bool
-    """At every step."""
-
-
-_BUFFERS: dict[str, _BufferPolicy] = {
-    "average": _BufferPolicy(averaged=True, mixed=False),
-    "local": _BufferPolicy(averaged=False, mixed=False),
-    "mix": _BufferPolicy(averaged=True, mixed=True),
-}
 
 
 @final
@@ -714,29 +698,11 @@ def _to_group(process_group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
     return group
 
 
-def _to_schedule(topology: str | Round | Schedule, num_workers: int) -> Schedule:
-    if isinstance(topology, str):
-        return parse(topology, num_workers)
-    schedule = static(topology) if isinstance(topology, Round) else topology
-    if schedule.num_workers != num_workers:
-        raise UserError(
-            f"the topology must be on the {num_workers} ranks of the process group, got one on "
-            f"{schedule.num_workers} workers; build it for {num_workers}"
-        )
-    return schedule
-
-
 def _digest_of(schedule: Schedule) -> str:
     """Return a short text that differs where rounds do, as far as all ranks compare them."""
     num_rounds = min(schedule.period or _ROUNDS_COMPARED, _MOST_ROUNDS_WITH_GROUPS)
     digests = "".join(schedule.round(step).digest for step in range(num_rounds))
     return hashlib.blake2b(digests.encode(), digest_size=4).hexdigest()
-
-
-def _choose(table: dict[str, Any], name: str, what: str) -> Any:
-    if name not in table:
-        raise UserError(f"{what} must be one of {', '.join(table)}, got {name!r}")
-    return table[name]
 
 
 def _check_positive(name: str, value: object, positive: bool) -> None:

@@ -10,7 +10,6 @@ from typing import final
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import LBFGS, Optimizer
@@ -122,13 +121,6 @@ def _check_parameter(name: str, parameter: Tensor, addresses: set[int]) -> None:
             "assign the parameter itself, as in a.weight = b.weight"
         )
     addresses.add(parameter.data_ptr())
-
-
-def statistics(model: nn.Module) -> list[Tensor]:
-    """Return the running statistics of normalization layers."""
-    layers = (module for module in model.modules() if isinstance(module, _NormBase))
-    buffers = [buffer for layer in layers for buffer in layer.buffers(recurse=False)]
-    return [buffer for buffer in buffers if buffer.is_floating_point()]
 
 
 def facts_about(model: nn.Module) -> dict[str, str]:

@@ -19,13 +19,12 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 from torch.optim import Optimizer
 
 from gossamer.consensus import Control, Decision, Gathered, Sketch, Target, planner
@@ -35,7 +34,8 @@ from gossamer.simulate.gradients import Evaluate, Loss, PerWorker
 from gossamer.simulate.memory import chunk_bytes
 from gossamer.simulate.mixing import mix_
 from gossamer.simulate.update import MakeOptimizer, make_update, try_out
-from gossamer.topology import Round, Schedule, parse, static
+from gossamer.statistics import policy_of, running_statistics
+from gossamer.topology import Round, Schedule, as_schedule
 
 
 @final
@@ -80,16 +80,14 @@ class Simulation:
         memory_gb: float | None = None,
         gradients: str = "auto",
     ) -> None:
-        self.schedule = _to_schedule(topology, workers)
+        self.schedule = as_schedule(topology, workers)
         self.num_steps = 0
         """Steps taken so far."""
         make_plan = planner(control, self.schedule, order, gossip_steps)
         self._mix_and_update = (
             self._adapt_while_combine if order == "awc" else self._adapt_then_combine
         )
-        if buffers not in _BUFFERS:
-            raise UserError(f"buffers must be one of {', '.join(_BUFFERS)}, got {buffers!r}")
-        self._policy = _BUFFERS[buffers]
+        self._policy = policy_of(buffers)
 
         # - One worker
         self._model = copy.deepcopy(model).to(dtype)
@@ -109,7 +107,7 @@ class Simulation:
         # - All workers
         self._parameters = {name: nn.Parameter(_stack(p, workers)) for name, p in trained.items()}
         self._buffers = {name: _stack(b, workers) for name, b in self._model.named_buffers()}
-        self._statistics = [self._buffers[name] for name in _statistics(self._model)]
+        self._statistics = [self._buffers[name] for name in running_statistics(self._model)]
         self._update = make_update(optimizer, list(self._parameters.values()), trial)
         self._per_worker = PerWorker(
             self._model,
@@ -260,7 +258,7 @@ class Simulation:
         model = self.worker(0)
         averaged = dict(self._parameters)
         if self._policy.averaged:
-            averaged |= {name: self._buffers[name] for name in _statistics(self._model)}
+            averaged |= {name: self._buffers[name] for name in running_statistics(self._model)}
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         with torch.no_grad():
             for name, stacked in averaged.items():
@@ -341,46 +339,6 @@ class _Meter:
     def _measured(self, tensors: Sequence[Tensor]) -> Gathered:
         sketches = self._sketch.sketch_stacked(tensors, [0] * len(tensors))[:, 0].numpy(force=True)
         return lambda: sketches
-
-
-class _BufferPolicy(NamedTuple):
-    """What happens to running statistics."""
-
-    averaged: bool
-    """In ``average()``."""
-
-    mixed: bool
-    """At every step."""
-
-
-_BUFFERS: dict[str, _BufferPolicy] = {
-    "average": _BufferPolicy(averaged=True, mixed=False),
-    "local": _BufferPolicy(averaged=False, mixed=False),
-    "mix": _BufferPolicy(averaged=True, mixed=True),
-}
-
-
-def _to_schedule(topology: str | Round | Schedule, num_workers: int) -> Schedule:
-    if isinstance(topology, str):
-        return parse(topology, num_workers)
-    schedule = static(topology) if isinstance(topology, Round) else topology
-    if schedule.num_workers != num_workers:
-        raise UserError(
-            f"the topology must be on the {num_workers} workers of the simulation, got one on "
-            f"{schedule.num_workers}; build it for {num_workers}"
-        )
-    return schedule
-
-
-def _statistics(model: nn.Module) -> list[str]:
-    """Return the names of the running statistics of normalization layers."""
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, _NormBase)}
-    return [
-        f"{layer}.{name}" if layer else name
-        for layer, module in layers.items()
-        for name, buffer in module.named_buffers(recurse=False)
-        if buffer.is_floating_point()
-    ]
 
 
 def _stack(tensor: Tensor, num_workers: int) -> Tensor:

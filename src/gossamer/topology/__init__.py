@@ -4,7 +4,7 @@ Pure: numpy and scipy, no process group. A graph is a function that returns a Ro
 gives the Round of every step; ``parse`` turns a text into a schedule.
 """
 
-from gossamer.topology.catalogue import CATALOGUE, parse
+from gossamer.topology.catalogue import CATALOGUE, as_schedule, parse
 from gossamer.topology.graphs import (
     complete,
     erdos_renyi,
@@ -45,6 +45,7 @@ __all__ = [
     "ada",
     "aer",
     "aer_on_nodes",
+    "as_schedule",
     "base_graph",
     "complete",
     "cycle",

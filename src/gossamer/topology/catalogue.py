@@ -54,6 +54,19 @@ _WEIGHT_RULES: dict[str, weights.WeightRule] = {
 }
 
 
+def as_schedule(topology: str | Round | Schedule, num_workers: int) -> Schedule:
+    """Return the schedule that is meant: a text is parsed, a Round comes at every step."""
+    if isinstance(topology, str):
+        return parse(topology, num_workers)
+    schedule = static(topology) if isinstance(topology, Round) else topology
+    if schedule.num_workers != num_workers:
+        raise UserError(
+            f"the topology must be on {num_workers} workers, got one on {schedule.num_workers}; "
+            f"build it for {num_workers}"
+        )
+    return schedule
+
+
 def parse(text: str, num_workers: int, **defaults: Any) -> Schedule:
     """Return the schedule that a text such as ``"ada(k0=10, gamma=0.02)"`` names.
 
