@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -163,6 +164,52 @@ def test_a_target_is_held(control: str, order: str) -> None:
             within.append(sim.consensus_distance() <= 1.1 * sim.decision.target)
     assert len(within) > 50
     assert sum(within) >= 0.95 * len(within), (sum(within), len(within), mixed)
+
+
+@pytest.mark.parametrize("order", ["awc", "atc"])
+def test_norms_before_mixing_are_the_same_in_both_engines(order: str) -> None:
+    """What DBench correlates: every tensor, every worker, at the interval, before it is mixed."""
+
+    def body(group: ProcessGroup) -> list[Any]:
+        model = make_model()
+        optimizer = make_optimizer(model.parameters())
+        options: Any = {"process_group": group, "order": order, "norms_every": 3}
+        norms: list[Any] = []
+        with decentralize(model, optimizer, "ring", **options) as gossip:
+            for step in range(5):
+                optimizer.zero_grad()
+                inputs, targets = batch(group.rank(), step)
+                nn.functional.mse_loss(model(inputs), targets).backward()
+                optimizer.step()
+                norms.append(gossip.last_norms)
+        return norms
+
+    sim = gossamer.Simulation(
+        make_model(),
+        nn.functional.mse_loss,
+        make_optimizer,
+        3,
+        "ring",
+        order,
+        norms_every=3,
+        dtype=torch.float64,
+    )
+    expected: list[Any] = []
+    for step in range(5):
+        batches = [batch(worker, step) for worker in range(3)]
+        inputs, targets = map(torch.stack, zip(*batches, strict=True))
+        sim.step(inputs, targets)
+        expected.append(sim.last_norms)
+    assert expected[0] is expected[2]
+    assert expected[3] is not expected[2]
+    assert expected[3].shape == (4, 3)
+    for norms in run_ranks(3, body):
+        np.testing.assert_allclose(norms, expected, rtol=1e-12)
+    dispersion = gossamer.consensus.dispersion(expected[3])
+    assert dispersion.gini.shape == (4,)
+    if order == "atc":  # after mixing workers are closer than before
+        after = gossamer.consensus.tensor_norms([*sim.parameters.values()])
+        assert gossamer.consensus.dispersion(after).gini.mean() < dispersion.gini.mean()
 
 
 @pytest.mark.parametrize(

@@ -25,12 +25,18 @@ def on_ranks(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("topology", "order"), [("ring", "awc"), ("one_peer_ring", "atc"), ("centralized", "atc")]
+    "options",
+    [
+        {"topology": "ring"},
+        {"topology": "one_peer_ring", "order": "atc"},
+        {"topology": "centralized"},
+        {"topology": "ring", "control": "adaptive(s=0.05)"},
+    ],
 )
-def test_both_engines_yield_the_same_records(topology: str, order: str, pool: ProcessPool) -> None:
+def test_both_engines_yield_the_same_records(options: dict[str, str], pool: ProcessPool) -> None:
     """Losses, distances, bytes and accuracies agree, to rounding, in record after record."""
-    virtual = list(run(spec(topology=topology, order=order)))
-    lines = pool.run(on_ranks, spec(topology=topology, order=order).model_dump_json())
+    virtual = list(run(spec(**options)))
+    lines = pool.run(on_ranks, spec(**options).model_dump_json())
     real = list(map(records.from_line, lines[0]))
     assert [record.kind for record in virtual] == [record.kind for record in real]
     for one, other in zip(virtual, real, strict=True):
@@ -111,6 +117,8 @@ def test_a_specification_takes_its_recipe_and_has_an_id() -> None:
         ({"optimizer": "sdg"}, "optimizer must be one of sgd"),
         ({"lr_schedule": "cosin"}, "lr_schedule must be one of constant"),
         ({"gossip_steps": 2}, "awc mixes once per step"),
+        ({"control": "exact", "topology": "centralized"}, "has nothing to control"),
+        ({"control": "constant(c=0)"}, "needs a finite c > 0"),
         ({"workers": 0}, "greater than or equal to 1"),
         ({"sede": 3}, "sede"),
     ],

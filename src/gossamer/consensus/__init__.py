@@ -9,7 +9,7 @@ from gossamer.consensus.actions import AdaConsensus, Gamma, Repeat
 from gossamer.consensus.control import Control, Controller, Decision, mixed_distance
 from gossamer.consensus.controls import CONTROLS, bind, parse_control
 from gossamer.consensus.critical import Critical, CriticalState, critical_distance
-from gossamer.consensus.dispersion import Dispersion, dispersion, tensor_norms
+from gossamer.consensus.dispersion import Dispersion, check_interval, dispersion, tensor_norms
 from gossamer.consensus.distance import (
     Sketch,
     bounds,
@@ -60,6 +60,7 @@ __all__ = [
     "Target",
     "bind",
     "bounds",
+    "check_interval",
     "consensus_distance",
     "critical_distance",
     "dispersion",

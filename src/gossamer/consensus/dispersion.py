@@ -60,6 +60,13 @@ def tensor_norms(tensors: Sequence[Tensor]) -> FloatArray:
         return torch.stack(norms).cpu().numpy()
 
 
+def check_interval(norms_every: int) -> int:
+    """Return the steps between two measurements of norms, after a check."""
+    if norms_every < 0:
+        raise UserError(f"norms_every must be at least 0, got {norms_every}; 0 measures nothing")
+    return norms_every
+
+
 def gini(norms: npt.ArrayLike) -> FloatArray:
     """Return Σ_i Σ_j |a_i − a_j| / (2 n² μ), from 0 (equal) to 1 − 1/n (one has all).
 

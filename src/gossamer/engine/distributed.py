@@ -121,7 +121,12 @@ class _Mixing:
     def __init__(self, spec: RunSpec, model: nn.Module, optimizer: Optimizer) -> None:
         self.module = model
         self._gossip = decentralize(
-            model, optimizer, spec.topology, order=spec.order, gossip_steps=spec.gossip_steps
+            model,
+            optimizer,
+            spec.topology,
+            order=spec.order,
+            gossip_steps=spec.gossip_steps,
+            control=spec.control,
         )
         self._overlapped = spec.order == "awc"
         self._on_the_wire = 0.0

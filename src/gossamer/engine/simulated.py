@@ -43,6 +43,7 @@ class _Virtual:
                 spec.topology,
                 spec.order,
                 gossip_steps=spec.gossip_steps,
+                control=spec.control,
                 dtype=dtype,
                 seed=spec.seed,
             )

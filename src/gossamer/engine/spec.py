@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from gossamer import topology, workloads
+from gossamer.consensus import planner
 from gossamer.errors import UserError
 from gossamer.optim import AccumAdam, AccumAdamW
 from gossamer.workloads import Workload
@@ -60,6 +61,9 @@ class RunSpec(BaseModel):
     engine: Literal["simulated", "distributed"] = "simulated"
     order: Literal["awc", "atc"] = "awc"
     gossip_steps: int = Field(default=1, ge=1)
+    control: str = "plain"
+    """As ``consensus.parse_control`` takes it."""
+
     seed: int = Field(default=0, ge=0)
     dtype: Literal["float32", "float64"] = "float32"
     optimizer: str = _FROM_RECIPE
@@ -97,10 +101,11 @@ class RunSpec(BaseModel):
         _check_name(OPTIMIZERS, self.optimizer, "optimizer")
         _check_name(LR_SCHEDULES, self.lr_schedule, "lr_schedule")
         if self.topology != CENTRALIZED:
-            topology.parse(self.topology, self.workers)
-        if self.order == "awc" and self.gossip_steps > 1:
+            schedule = topology.parse(self.topology, self.workers)
+            planner(self.control, schedule, self.order, self.gossip_steps)
+        elif self.control != "plain":
             raise UserError(
-                f"awc mixes once per step, got gossip_steps={self.gossip_steps}; use order='atc'"
+                f"centralized training has nothing to control, got {self.control!r}; leave it out"
             )
         return self
 

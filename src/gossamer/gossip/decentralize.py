@@ -38,7 +38,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from gossamer.consensus import Control, Decision, Plan, Target, planner
+from gossamer.consensus import (
+    Control,
+    Decision,
+    Plan,
+    Target,
+    check_interval,
+    planner,
+    tensor_norms,
+)
 from gossamer.errors import UserError
 from gossamer.gossip import parameters
 from gossamer.gossip.buckets import flatten_, unflatten_
@@ -51,6 +59,7 @@ from gossamer.gossip.stats import Stats
 from gossamer.gossip.transport import Transport
 from gossamer.statistics import policy_of, running_statistics
 from gossamer.topology import Round, Schedule, as_schedule
+from gossamer.topology.round import FloatArray
 
 _log = logging.getLogger(__name__)
 
@@ -77,6 +86,7 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
     control: str | Control | Target = "plain",
     buffers: str = "average",
     bucket_mb: float = 25.0,
+    norms_every: int = 0,
     timeout: timedelta = timedelta(minutes=30),
 ) -> Gossip:
     """Make the training loop around this model and optimizer decentralized.
@@ -102,6 +112,7 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
             by ``averaged()`` and ``finalize()``; ``"local"``: never touched; or ``"mix"``: mixed
             at every step, as parameters are. Other buffers stay as they are.
         bucket_mb: size of a bucket in megabytes.
+        norms_every: steps between two measurements of ``last_norms``; 0 for none.
         timeout: how long a message may take from when it is begun, the peers' computation included.
 
     Returns:
@@ -118,6 +129,7 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
         make_plan = planner(control, schedule, order, gossip_steps)
         policy = policy_of(buffers)
         _check_positive("bucket_mb", bucket_mb, bucket_mb > 0)
+        check_interval(norms_every)
         # A text means the same on all ranks; a function need not.
         compares_rounds = isinstance(topology, Schedule) and schedule.period is None
         facts = {
@@ -130,6 +142,7 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
             "control": repr(control),
             "buffers": buffers,
             "bucket_mb": str(bucket_mb),
+            "norms_every": str(norms_every),
             "the number of optimizers": str(len(optimizers)),
             **parameters.facts_about(model),
         }
@@ -162,6 +175,7 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
             buckets=buckets,
             statistics=statistics if policy.averaged else [],
         ),
+        norms_every,
     )
 
 
@@ -200,6 +214,7 @@ class Gossip:
         bulletin: Bulletin,
         guard: parameters.Guard,
         tensors: _Tensors,
+        norms_every: int,
     ) -> None:
         self.schedule = schedule
         self.rank, self.num_workers = transport.rank, transport.size
@@ -212,6 +227,10 @@ class Gossip:
         self._bulletin = bulletin
         self._guard = guard
         self._tensors = tensors
+        self._norms_every = norms_every
+        self.last_norms: FloatArray | None = None
+        """L2 norms [T, W] of every parameter tensor of every worker, after an update and before it
+        is mixed, as DBench correlates them; of the last step that measured them."""
         # - The step that is being taken
         self._optimizers = optimizers
         self._stepped: list[Optimizer] = []
@@ -574,6 +593,10 @@ class Gossip:
     def _finish_step(self) -> None:
         self._stepped, self._mixed = [], False
         self._guard.renew()
+        if self._norms_every and self.num_steps % self._norms_every == 0:
+            own = tensor_norms([tensor.unsqueeze(0) for tensor in self._tensors.trained])
+            gathered = self._transport.begin_gather_rows(torch.from_numpy(own[:, 0]))
+            self.last_norms = gathered().T.numpy()
         self._order.after_step(self._mixer, self._plan, self.num_steps)
         self.num_steps += 1
 

@@ -27,7 +27,16 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gossamer.consensus import Control, Decision, Gathered, Sketch, Target, planner
+from gossamer.consensus import (
+    Control,
+    Decision,
+    Gathered,
+    Sketch,
+    Target,
+    check_interval,
+    planner,
+    tensor_norms,
+)
 from gossamer.errors import UserError
 from gossamer.simulate.batches import check_workers, select
 from gossamer.simulate.gradients import Evaluate, Loss, PerWorker
@@ -36,6 +45,7 @@ from gossamer.simulate.mixing import mix_
 from gossamer.simulate.update import MakeOptimizer, make_update, try_out
 from gossamer.statistics import policy_of, running_statistics
 from gossamer.topology import Round, Schedule, as_schedule
+from gossamer.topology.round import FloatArray
 
 
 @final
@@ -61,6 +71,7 @@ class Simulation:
             default what is free. Workers are computed in chunks that keep to it.
         gradients: ``"vmap"`` computes workers together, ``"loop"`` one after the other;
             ``"auto"`` times both in the first steps and keeps the faster. They agree to rounding.
+        norms_every: steps between two measurements of ``last_norms``; 0 for none.
     """
 
     def __init__(  # noqa: PLR0913 - one keyword per option
@@ -79,6 +90,7 @@ class Simulation:
         seed: int = 0,
         memory_gb: float | None = None,
         gradients: str = "auto",
+        norms_every: int = 0,
     ) -> None:
         self.schedule = as_schedule(topology, workers)
         self.num_steps = 0
@@ -120,6 +132,10 @@ class Simulation:
         self._next_rounds: tuple[Round, ...] = ()
         """What awc's next step mixes with."""
         self._plan = make_plan(_Meter(self._parameters, self._update.optimizer))
+        self._norms_every = check_interval(norms_every)
+        self.last_norms: FloatArray | None = None
+        """L2 norms [T, W] of every parameter tensor of every worker, after an update and before it
+        is mixed, as DBench correlates them; of the last step that measured them."""
         self._copies_sent: npt.NDArray[np.float64] = np.zeros(workers)
         self._messages_sent: npt.NDArray[np.int64] = np.zeros(workers, np.int64)
 
@@ -177,13 +193,18 @@ class Simulation:
         rounds = self._next_rounds if given is None else (given,)
         for round in rounds if self.num_steps > 0 else ():
             self.mix(round, sent)
-        self.update()
+        self._update_and_measure()
         self._next_rounds = self._plan.rounds(self.num_steps + 1)
 
     def _adapt_then_combine(self, given: Round | None, sent: list[Tensor]) -> None:
-        self.update()
+        self._update_and_measure()
         for round in self._plan.rounds(self.num_steps) if given is None else (given,):
             self.mix(round)
+
+    def _update_and_measure(self) -> None:
+        self.update()
+        if self._norms_every and self.num_steps % self._norms_every == 0:
+            self.last_norms = tensor_norms([*self._parameters.values()])
 
     def gradient(self, inputs: Any, targets: Any) -> Tensor:
         """Compute each worker's loss and gradient at its own parameters; return the losses."""
