@@ -18,17 +18,17 @@ from gossamer.errors import UserError
 from gossamer.gossip import ExchangeError, decentralize
 from gossamer.topology import complete
 from tests.ranks import run_ranks
-from tests.reference import batch, make_model, vector_of
+from tests.reference import batch, loss_of, make_model, vector_of
 
 # Every way to act, with every target that reads something else.
 CONTROLS = {
     "repeat": ("constant(c=0.25)", "atc"),
     "repeat, every third step": ("repeat(adaptive(s=0.02), interval=3)", "atc"),
-    "repeat to critical": ("critical(share=0.2)", "atc"),
+    "repeat to critical": ("critical(share=0.05)", "atc"),
     "phases": ("phases(constant(c=0.5), plain, exact, at=(25, 40))", "atc"),
     "ada_consensus, bytes": ("constant(c=0.25)", "awc"),
     "ada_consensus, degree": ("ada_consensus(adaptive(s=0.02), by=degree)", "awc"),
-    "ada_consensus to critical": ("ada_consensus(critical(share=0.2), interval=2)", "awc"),
+    "ada_consensus to critical": ("ada_consensus(critical(share=0.05), interval=2)", "awc"),
     "gamma": ("gamma(p=1)", "awc"),
     "gamma, atc": ("gamma(p=0.5, start=20)", "atc"),
     "exact": ("exact", "awc"),
@@ -98,16 +98,17 @@ def test_both_engines_decide_and_train_alike(name: str) -> None:
         torch.testing.assert_close(vector, reference, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["repeat", "ada_consensus, bytes", "ada_consensus to critical"])
+@pytest.mark.parametrize("name", ["repeat", "ada_consensus, degree", "ada_consensus to critical"])
 def test_a_controlled_run_continues_where_it_was(name: str) -> None:
     """The controller's state, and what it last saw, are part of a gossip's."""
     control, order = CONTROLS[name]
 
-    def body(group: ProcessGroup, stop: int) -> Tensor:
+    def body(group: ProcessGroup, stop: int) -> tuple[Tensor, list[str]]:
         model = make_model()
         optimizer = make_optimizer(model.parameters())
         options: Any = {"process_group": group, "order": order, "control": control}
         gossip = decentralize(model, optimizer, "ring", **options)
+        decided: list[str] = []
         for step in range(NUM_STEPS):
             if step == stop:
                 saved: list[Any] = [thing.state_dict() for thing in (model, optimizer, gossip)]
@@ -117,16 +118,83 @@ def test_a_controlled_run_continues_where_it_was(name: str) -> None:
                 gossip = decentralize(model, optimizer, "ring", **options)
                 for thing, state in zip((model, optimizer, gossip), states, strict=True):
                     thing.load_state_dict(state)
-            optimizer.zero_grad()
-            inputs, targets = batch(group.rank(), step)
-            nn.functional.mse_loss(model(inputs), targets).backward()
-            optimizer.step()
+            decided.append(_take_step(model, optimizer, gossip, group.rank(), step))
         gossip.close()
-        return vector_of(model)
+        return vector_of(model), decided
 
-    whole = run_ranks(3, lambda group: body(group, -1))
-    continued = run_ranks(3, lambda group: body(group, 37))
-    assert all(torch.equal(a, b) for a, b in zip(whole, continued, strict=True))
+    whole = run_ranks(6, lambda group: body(group, -1))
+    continued = run_ranks(6, lambda group: body(group, 37))
+    for (vector, decided), (other, also_decided) in zip(whole, continued, strict=True):
+        assert torch.equal(vector, other)
+        assert decided == also_decided
+        assert len(set(decided)) > 1
+
+
+def _take_step(
+    model: nn.Module, optimizer: SGD, gossip: gossamer.Gossip, rank: int, step: int
+) -> str:
+    """Train for a step; return the digest of what was decided."""
+    optimizer.zero_grad()
+    inputs, targets = batch(rank, step)
+    nn.functional.mse_loss(model(inputs), targets).backward()
+    optimizer.step()
+    assert gossip.decision is not None
+    return gossip.decision.digest
+
+
+@pytest.mark.parametrize("order", ["awc", "atc"])
+def test_learning_rates_may_differ_between_ranks(order: str) -> None:
+    """All decide with one: that of the first rank which still trains, inside join() too."""
+
+    def body(group: ProcessGroup) -> list[str]:
+        model = make_model()
+        optimizer = make_optimizer(model.parameters())
+        options: Any = {"process_group": group, "order": order, "control": "auto"}
+        decided: list[str] = []
+        with decentralize(model, optimizer, "ring", **options) as gossip:
+            for step in range(30):  # past the calibration
+                optimizer.param_groups[0]["lr"] = 0.05 / (1 + (step > 10) * group.rank())
+                decided.append(_take_step(model, optimizer, gossip, group.rank(), step))
+            with gossip.join():
+                for step in range(3 + group.rank()):
+                    optimizer.param_groups[0]["lr"] *= 0.5
+                    _take_step(model, optimizer, gossip, group.rank(), step)
+            decided.append(_take_step(model, optimizer, gossip, group.rank(), 0))
+        return decided
+
+    first, *others = run_ranks(5, body)
+    assert all(other == first for other in others)
+
+
+@pytest.mark.parametrize("saved_with", ["plain", "exact", "ada_consensus(auto, k_max=2)"])
+def test_a_state_of_another_control_starts_the_control_anew(
+    saved_with: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Loaded in mid-run, too: nothing that was seen before is used, and a log line says so."""
+
+    def body(group: ProcessGroup) -> None:
+        model = make_model()
+        options: Any = {"process_group": group, "order": "awc"}
+        optimizer = make_optimizer(model.parameters())
+        with decentralize(model, optimizer, "ring", control=saved_with, **options) as gossip:
+            loss_of(model, 0, 0).backward()
+            optimizer.step()
+            state = gossip.state_dict()
+        optimizer = make_optimizer(model.parameters())
+        with decentralize(
+            model, optimizer, "ring", control="ada_consensus(auto, by=degree)", **options
+        ) as gossip:
+            for step in range(40):
+                _take_step(model, optimizer, gossip, group.rank(), step)
+            with gossip.drained(keep_changes=True):
+                gossip.load_state_dict(state)
+            assert gossip.num_steps == 1
+            _take_step(model, optimizer, gossip, group.rank(), 1)
+            assert gossip.decision is not None
+            assert math.isinf(gossip.decision.target)  # it calibrates again
+
+    run_ranks(5, body)
+    assert "which starts anew at step 1" in caplog.text
 
 
 def _copy(value: object) -> object:

@@ -6,6 +6,7 @@ version, and fields that they do not know.
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -24,7 +25,7 @@ class Started(_Record):
     """A run began."""
 
     kind: Literal["started"] = "started"
-    schema_version: int = SCHEMA
+    schema_version: int = Field(default=SCHEMA, le=SCHEMA)
     run_id: str
     spec: dict[str, Any]
     """The specification, with every default filled in."""
@@ -87,14 +88,14 @@ def to_line(record: Record) -> str:
 def from_line(line: str) -> Record:
     """Return the record that a line holds."""
     try:
-        record = _ADAPTER.validate_json(line)
+        return _ADAPTER.validate_json(line)
     except ValidationError as error:
+        version = re.search(r'"schema_version": ?(\d+)', line)
+        if version and int(version[1]) > SCHEMA:
+            raise UserError(
+                f"records must be of schema {SCHEMA} or older, got {version[1]}; read them with "
+                "the version of gossamer that wrote them"
+            ) from error
         raise UserError(
             f"a record must be a line that gossamer wrote, got {line[:80]!r}; {error.errors()[0]}"
         ) from error
-    if isinstance(record, Started) and record.schema_version > SCHEMA:
-        raise UserError(
-            f"records must be of schema {SCHEMA} or older, got {record.schema_version}; "
-            "read them with the version of gossamer that wrote them"
-        )
-    return record

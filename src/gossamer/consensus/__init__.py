@@ -19,7 +19,7 @@ from gossamer.consensus.distance import (
     tensor_distances,
     theta,
 )
-from gossamer.consensus.steering import Gathered, Meter, Plan, planner
+from gossamer.consensus.steering import Gathered, Meter, Plan, name_of, planner
 from gossamer.consensus.targets import (
     Adaptive,
     Constant,
@@ -65,6 +65,7 @@ __all__ = [
     "critical_distance",
     "dispersion",
     "mixed_distance",
+    "name_of",
     "parse_control",
     "planner",
     "sketch_distance",

@@ -14,8 +14,10 @@ those of step t + 1 are mixed. Gradients, where a target needs them, are gathere
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, Protocol, TypeAlias, final
 
 import numpy as np
@@ -27,6 +29,8 @@ from gossamer.consensus.targets import Observation, Plain, State, Target
 from gossamer.errors import UserError
 from gossamer.topology import Round, Schedule
 from gossamer.topology.round import FloatArray
+
+_log = logging.getLogger(__name__)
 
 _OBSERVED = [field.name for field in fields(Observation)]
 
@@ -45,8 +49,12 @@ class Meter(Protocol):
         """Begin to collect sketches of all workers' gradients."""
         ...
 
-    def lr(self) -> float:
-        """Return the learning rate."""
+    def begin_lr(self, about: str) -> Callable[[], float]:
+        """Begin to agree on the learning rate; return the function that waits for it.
+
+        Args:
+            about: what must be the same on all workers before they decide with it.
+        """
         ...
 
 
@@ -74,9 +82,19 @@ class Plan(Protocol):
         """Return what continues the plan."""
         ...
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state."""
+    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
+        """Continue from a state at a step; from the start, where another plan wrote it."""
         ...
+
+
+def name_of(control: str | Control | Target) -> str:
+    """Return a text that is the same wherever a control is.
+
+    >>> name_of("constant(c=0.5)")
+    'Constant(c=0.5)'
+    """
+    chosen = parse_control(control) if isinstance(control, str) else control
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(chosen))
 
 
 def planner(
@@ -110,7 +128,8 @@ def planner(
             "leave gossip_steps out"
         )
     controller = bind(chosen, schedule, order)
-    return lambda meter: _Steered(controller, overlapped=order == "awc", meter=meter)
+    name = f"{name_of(chosen)} on {schedule.name} of {schedule.num_workers} workers"
+    return lambda meter: _Steered(controller, name, overlapped=order == "awc", meter=meter)
 
 
 @final
@@ -134,7 +153,7 @@ class _Scheduled:
     def state_dict(self) -> dict[str, Any]:
         return {}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
         pass
 
 
@@ -142,20 +161,30 @@ class _Scheduled:
 class _Steered:
     """A controller that sees what it needs, when its order has it."""
 
-    def __init__(self, controller: Controller, *, overlapped: bool, meter: Meter) -> None:
-        self.decision: Decision | None = None
+    def __init__(
+        self, controller: Controller, name: str, *, overlapped: bool, meter: Meter
+    ) -> None:
         self._controller = controller
+        self._name = name
         self._overlapped = overlapped
         self._meter = meter
+        self._restart(controller.start)
+
+    def _restart(self, state: State) -> None:
+        self.decision: Decision | None = None
         # - What the last decision was made from, to make it again
-        self._state = self._state_before = controller.start
+        self._state = self._state_before = state
         self._seen = Observation(step=0, lr=0.0)
         # - What is being gathered for the next one
+        self._lr: Callable[[], float] = lambda: 0.0
         self._sketches: Gathered | None = None
         self._gradients: Gathered | None = None
         self._points: Gathered | None = None
 
     def before_update(self, step: int) -> None:
+        # With the rate go the step and the state: ranks in different states would soon wait for
+        # different things.
+        self._lr = self._meter.begin_lr(f"a decision of {self._name} at {step} in {self._state}")
         needs = self._controller.needs(step + self._overlapped, self._state)
         self._gradients = self._meter.begin_gradients() if needs.gradients else None
         # Under awc these are the parameters that are mixed, which have been measured.
@@ -163,53 +192,59 @@ class _Steered:
         self._points = self._meter.begin_parameters() if apart else None
 
     def rounds(self, step: int) -> tuple[Round, ...]:
+        lr = self._lr()
         if not self._overlapped and self._controller.needs(step, self._state).sketches:
             self._sketches = self._meter.begin_parameters()
         sketches = _waited(self._sketches)
         gradients = _waited(self._gradients)
         self._seen = Observation(
             step=step,
-            lr=self._meter.lr(),
+            lr=lr,
             sketches=sketches,
             gradients=gradients,
             points=_waited(self._points) if not self._overlapped else sketches,
         )
         self._state_before = self._state
-        self._sketches = self._gradients = self._points = None
         return self.again(step)
 
     def again(self, step: int) -> tuple[Round, ...]:
         self.decision, self._state = self._controller.decide(self._seen, self._state_before)
-        if self._overlapped and self._controller.needs(step + 1, self._state).sketches:
-            self._sketches = self._meter.begin_parameters()
+        ahead = self._overlapped and self._controller.needs(step + 1, self._state).sketches
+        self._sketches = self._meter.begin_parameters() if ahead else None
         return self.decision.rounds
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"state": self._state_before.to_dict(), "seen": None}
+        seen = None
         if self.decision is not None:
-            seen = {name: getattr(self._seen, name) for name in _OBSERVED}
-            state["seen"] = {
-                name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-                for name, value in seen.items()
-            }
-        return state
+            seen = {name: _saved(getattr(self._seen, name)) for name in _OBSERVED}
+        return {"name": self._name, "state": self._state_before.to_dict(), "seen": seen}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._state = self._state_before = State.from_dict(state["state"])
-        if state["seen"] is None:
+    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
+        if state.get("name") != self._name:
+            _log.warning("the state is not of %s, which starts anew at step %d", self._name, step)
+            start = self._controller.start
+            self._restart(
+                replace(
+                    start,
+                    calibrates_from=step + start.calibrates_from,
+                    calibrates_until=step + start.calibrates_until,
+                )
+            )
+            self._seen = replace(self._seen, step=step, lr=self._meter.begin_lr("loading")())
             return
-        num_workers = self._controller.schedule.num_workers
-        self._seen = Observation(
-            **{name: _loaded(value, num_workers) for name, value in state["seen"].items()}
-        )
-        self.decision, self._state = self._controller.decide(self._seen, self._state_before)
+        self._restart(State.from_dict(state["state"]))
+        if state["seen"] is not None:
+            loaded = {name: _loaded(value) for name, value in state["seen"].items()}
+            self._seen = Observation(**loaded)
+            self.decision, self._state = self._controller.decide(self._seen, self._state_before)
 
 
-def _loaded(value: Any, num_workers: int) -> Any:
-    """Return a part of an observation; sketches of other workers say nothing about these."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.numpy() if len(value) == num_workers else None
+def _saved(value: Any) -> Any:
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+
+
+def _loaded(value: Any) -> Any:
+    return value.numpy() if isinstance(value, torch.Tensor) else value
 
 
 def _waited(gathered: Gathered | None) -> FloatArray | None:

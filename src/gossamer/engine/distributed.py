@@ -26,9 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gossamer.engine.loop import train
-from gossamer.engine.spec import CENTRALIZED, DTYPES, RunSpec
+from gossamer.engine.spec import CENTRALIZED, DTYPES, RunSpec, cast_floats
 from gossamer.gossip import decentralize
 from gossamer.records import Record, from_line, to_line
+from gossamer.simulate import worker_seed
 
 _POLL_S = 0.05
 
@@ -98,7 +99,10 @@ class _AllReduce:
 
     def __init__(self, model: nn.Module) -> None:
         self.module: nn.Module = DistributedDataParallel(model)
-        size, num_bytes = dist.get_world_size(), sum(p.nbytes for p in model.parameters())
+        size, num_bytes = (
+            dist.get_world_size(),
+            sum(p.nbytes for p in model.parameters() if p.requires_grad),
+        )
         self._bytes_per_step = 2 * (size - 1) / size * num_bytes
 
     def distance(self) -> float:
@@ -157,8 +161,8 @@ class _Rank:
         self._workload = spec.make_workload()
         data = self._workload.load()
         dtype = DTYPES[spec.dtype]
-        self._inputs, self._targets = data.train_inputs.to(dtype), data.train_targets
-        self._test = data.test_inputs.to(dtype), data.test_targets
+        self._inputs, self._targets = cast_floats(data.train_inputs, dtype), data.train_targets
+        self._test = cast_floats(data.test_inputs, dtype), data.test_targets
         self._model = spec.make_model()
         self._optimizer = spec.make_optimizer(self._model.parameters())
         self._method: _Method = (
@@ -166,6 +170,7 @@ class _Rank:
             if spec.topology == CENTRALIZED
             else _Mixing(spec, self._model, self._optimizer)
         )
+        self._seed, self._num_steps = spec.seed, 0
         self._loss = self._sent = 0.0
 
     def step(self, samples: npt.NDArray[np.int64], lr: float) -> None:
@@ -174,6 +179,9 @@ class _Rank:
             group["lr"] = lr
         self._model.train()
         self._optimizer.zero_grad()
+        # What a forward pass draws is what this worker draws in a simulation.
+        torch.manual_seed(worker_seed(self._seed, self.workers[0], self._num_steps))
+        self._num_steps += 1
         outputs = self._method.module(self._inputs[chosen])
         loss = self._workload.loss(outputs, self._targets[chosen])
         loss.backward()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.engine.loop import train
-from gossamer.engine.spec import CENTRALIZED, DTYPES, RunSpec
+from gossamer.engine.spec import CENTRALIZED, DTYPES, RunSpec, cast_floats
 from gossamer.records import Record
 from gossamer.simulate import Centralized, Simulation
 
@@ -26,7 +26,7 @@ class _Virtual:
         self._workload = spec.make_workload()
         data = self._workload.load()
         self._inputs, self._targets = data.train_inputs, data.train_targets
-        self._test = data.test_inputs.to(DTYPES[spec.dtype]), data.test_targets
+        self._test = cast_floats(data.test_inputs, DTYPES[spec.dtype]), data.test_targets
         model, loss = spec.make_model(), self._workload.loss
         dtype = DTYPES[spec.dtype]
         self._sim: Simulation | Centralized

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -69,7 +70,7 @@ class RunSpec(BaseModel):
     optimizer: str = _FROM_RECIPE
     """A name in ``OPTIMIZERS``."""
 
-    optimizer_options: dict[str, float | bool] = _FROM_RECIPE
+    optimizer_options: dict[str, float | bool | tuple[float, ...]] = _FROM_RECIPE
     """As the optimizer's class takes them."""
 
     lr: PositiveFloat = _FROM_RECIPE
@@ -100,6 +101,13 @@ class RunSpec(BaseModel):
     def _check(self) -> RunSpec:
         _check_name(OPTIMIZERS, self.optimizer, "optimizer")
         _check_name(LR_SCHEDULES, self.lr_schedule, "lr_schedule")
+        try:
+            self.make_optimizer([torch.nn.Parameter(torch.zeros(1))])
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"optimizer_options must be those of {self.optimizer}, got "
+                f"{self.optimizer_options}: {error}"
+            ) from error
         if self.topology != CENTRALIZED:
             schedule = topology.parse(self.topology, self.workers)
             planner(self.control, schedule, self.order, self.gossip_steps)
@@ -112,7 +120,8 @@ class RunSpec(BaseModel):
     @property
     def id(self) -> str:
         """A short name that differs wherever anything does that decides the result."""
-        text = f"{self.make_workload().version} {self.model_dump_json()}"
+        fields = json.dumps(self.model_dump(), sort_keys=True)
+        text = f"{self.make_workload().version} {fields}"
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     @property
@@ -137,6 +146,11 @@ class RunSpec(BaseModel):
     def make_optimizer(self, parameters: Iterable[Tensor]) -> Optimizer:
         """Return the optimizer over these parameters."""
         return OPTIMIZERS[self.optimizer](parameters, lr=self.lr, **self.optimizer_options)
+
+
+def cast_floats(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return inputs in a run's precision; numbers of tokens stay whole."""
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _check_name(table: dict[str, Any], name: str, what: str) -> None:

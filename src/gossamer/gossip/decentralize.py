@@ -44,6 +44,7 @@ from gossamer.consensus import (
     Plan,
     Target,
     check_interval,
+    name_of,
     planner,
     tensor_norms,
 )
@@ -139,7 +140,7 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
             "how rounds are compared": "at every step" if compares_rounds else "at the start",
             "order": order,
             "gossip_steps": str(gossip_steps),
-            "control": repr(control),
+            "control": name_of(control),
             "buffers": buffers,
             "bucket_mb": str(bucket_mb),
             "norms_every": str(norms_every),
@@ -164,7 +165,8 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
         optimizers,
         schedule,
         ORDERS[order],
-        make_plan(RankMeter(trained, optimizers, transport)),
+        make_plan,
+        RankMeter(trained, optimizers, transport),
         Mixer(buckets, transport, bulletin, changing, compares_rounds=compares_rounds),
         transport,
         bulletin,
@@ -208,7 +210,8 @@ class Gossip:
         optimizers: Sequence[Optimizer],
         schedule: Schedule,
         order: Order,
-        plan: Plan,
+        make_plan: Callable[[RankMeter], Plan],
+        meter: RankMeter,
         mixer: Mixer,
         transport: Transport,
         bulletin: Bulletin,
@@ -221,7 +224,8 @@ class Gossip:
         self.num_steps = 0
         """Steps of training taken so far."""
         self._order = order
-        self._plan = plan
+        self._meter = meter
+        self._plan = make_plan(meter)
         self._mixer = mixer
         self._transport = transport
         self._bulletin = bulletin
@@ -430,11 +434,12 @@ class Gossip:
         self._joining = True
         try:
             yield
+            self._meter.training = False
             while self._count_training(training=False):
                 self._order.before_step(self._mixer, self._plan, self.num_steps)
                 self._finish_step()
         finally:
-            self._joining = False
+            self._joining, self._meter.training = False, True
 
     def _count_training(self, *, training: bool) -> int:
         return sum(self._transport.begin_gather(int(training), "a step inside join()")())
@@ -485,7 +490,7 @@ class Gossip:
                 f"{self.num_workers - 1}; choose a checkpoint that all of them have"
             )
         self.num_steps = state["num_steps"]
-        self._plan.load_state_dict(state["control"])
+        self._plan.load_state_dict(state["control"], self.num_steps)
         if not self._inside:  # or the end of drained() does it
             self._restart()
 

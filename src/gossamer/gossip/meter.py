@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import struct
+from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
@@ -12,6 +14,9 @@ from torch.profiler import record_function
 
 from gossamer.consensus import Gathered, Sketch
 from gossamer.gossip.transport import Transport
+
+_NOT_TRAINING = -1
+"""In place of a learning rate; these are not the bits of one."""
 
 
 @final
@@ -31,6 +36,8 @@ class RankMeter:
         self._optimizer = optimizers[0]
         self._transport = transport
         self._sketch = Sketch()
+        self.training = True
+        """Whether this rank takes steps of its own, and not only mixes inside join()."""
 
     def begin_parameters(self) -> Gathered:
         """Begin to collect sketches of all workers' parameters."""
@@ -38,15 +45,28 @@ class RankMeter:
 
     def begin_gradients(self) -> Gathered:
         """Begin to collect sketches of all workers' gradients."""
-        return self._begin(
-            [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._trained]
-        )
+        grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._trained]
+        if not self.training:
+            return self._begin(grads, math.nan)  # of a step that was not taken
+        # A fused optimizer gets gradients as a GradScaler has scaled them.
+        scaled = getattr(self._optimizer, "grad_scale", None)
+        return self._begin(grads, 1.0 if scaled is None else 1 / float(scaled))
 
-    def lr(self) -> float:
-        """Return the learning rate."""
-        return float(self._optimizer.param_groups[0]["lr"])
+    def begin_lr(self, about: str) -> Callable[[], float]:
+        """Begin to agree on the learning rate: that of the first rank which still trains."""
+        own = float(self._optimizer.param_groups[0]["lr"])
+        # As the bits of a float: what is gathered are integers.
+        (bits,) = struct.unpack("<q", struct.pack("<d", own))
+        collect = self._transport.begin_gather(bits if self.training else _NOT_TRAINING, about)
 
-    def _begin(self, tensors: Sequence[Tensor]) -> Gathered:
+        def agreed() -> float:
+            training = [value for value in collect() if value != _NOT_TRAINING]
+            return struct.unpack("<d", struct.pack("<q", training[0]))[0] if training else own
+
+        return agreed
+
+    def _begin(self, tensors: Sequence[Tensor], scale: float = 1.0) -> Gathered:
         with record_function("Gossip::sketch"):
-            collect = self._transport.begin_gather_rows(self._sketch.sketch(tensors))
+            row = self._sketch.sketch(tensors).mul_(scale)
+            collect = self._transport.begin_gather_rows(row)
         return lambda: collect().numpy(force=True)

@@ -246,7 +246,8 @@ class Transport:
                 raise self._bulletin.disagreement(
                     others,
                     f"all ranks must mix with the same round, but {name_ranks(others)} had another "
-                    f"one than rank {self.rank}; a schedule's rounds must depend on the step alone",
+                    f"one than rank {self.rank}; they must depend on the step and on what all "
+                    "ranks know",
                 )
 
         return compare

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
@@ -331,7 +331,7 @@ class Simulation:
         self._copies_sent = np.array(state["copies_sent"])
         self._messages_sent = np.array(state["messages_sent"])
         self.num_steps = state["num_steps"]
-        self._plan.load_state_dict(state["control"])
+        self._plan.load_state_dict(state["control"], self.num_steps)
         if self.num_steps > 0:
             self._next_rounds = self._plan.again(self.num_steps)
 
@@ -354,8 +354,8 @@ class _Meter:
             [p.grad if p.grad is not None else torch.zeros_like(p) for p in parameters]
         )
 
-    def lr(self) -> float:
-        return float(self._optimizer.param_groups[0]["lr"])
+    def begin_lr(self, about: str) -> Callable[[], float]:
+        return lambda: float(self._optimizer.param_groups[0]["lr"])
 
     def _measured(self, tensors: Sequence[Tensor]) -> Gathered:
         sketches = self._sketch.sketch_stacked(tensors, [0] * len(tensors))[:, 0].numpy(force=True)

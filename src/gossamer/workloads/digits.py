@@ -11,7 +11,7 @@ from gossamer.errors import UserError
 from gossamer.workloads.workload import Data, Recipe, Workload
 
 _NUM_TRAIN = 1500
-"""Of 1797; the rest, written by other people, is the test."""
+"""Of 1797; the rest is the test."""
 
 
 def mlp() -> Workload:

@@ -28,7 +28,7 @@ class Recipe:
     optimizer: str
     """A name in ``engine.OPTIMIZERS``."""
 
-    optimizer_options: dict[str, float | bool]
+    optimizer_options: dict[str, float | bool | tuple[float, ...]]
     lr: float
     lr_schedule: str
     """A name in ``engine.LR_SCHEDULES``."""
