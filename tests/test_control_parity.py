@@ -98,7 +98,7 @@ def test_both_engines_decide_and_train_alike(name: str) -> None:
         torch.testing.assert_close(vector, reference, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["repeat", "ada_consensus, degree", "ada_consensus to critical"])
+@pytest.mark.parametrize("name", ["repeat", "ada_consensus, degree", "repeat, every third step"])
 def test_a_controlled_run_continues_where_it_was(name: str) -> None:
     """The controller's state, and what it last saw, are part of a gossip's."""
     control, order = CONTROLS[name]
