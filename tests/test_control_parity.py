@@ -284,7 +284,7 @@ def test_norms_before_mixing_are_the_same_in_both_engines(order: str) -> None:
     ("options", "words"),
     [
         ({"control": "constant(c=-1)"}, "needs a finite c > 0"),
-        ({"control": "constand(c=1)"}, "did you mean 'constant'"),
+        ({"control": "constat(c=1)"}, "did you mean 'constant'"),
         ({"control": "repeat(exact)", "order": "awc"}, "repeat mixes several times per step"),
         ({"control": "exact", "order": "atc", "gossip_steps": 2}, "decides how often to mix"),
     ],
