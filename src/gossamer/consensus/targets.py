@@ -1,8 +1,9 @@
 """Targets: how far apart workers may be, at every step.
 
 A target is a frozen value that reads an observation and what a controller remembers, and says a
-distance: infinite asks for plain gossip, zero for the exact average. What a controller remembers is
-one small State for all of them, so a new target is one class here and one row in ``controls.py``.
+distance: infinite asks for plain gossip. Zero is a very small distance, to be met as far as limits
+allow; the exact average is what ``Exact`` asks for. What a controller remembers is one small State
+for all of them, so a new target is one class here and one row in ``controls.py``.
 """
 
 # n: workers, m: floats in a sketch
@@ -109,7 +110,7 @@ class Target(Protocol):
     """How far apart workers may be after mixing."""
 
     def value(self, seen: Observation, state: State) -> float:
-        """Return the distance: infinite for plain gossip, zero for the exact average."""
+        """Return the distance: infinite for plain gossip."""
         ...
 
     def needs(self, state: State) -> Needs:
@@ -246,13 +247,14 @@ class Phases:
 
     def value(self, seen: Observation, state: State) -> float:
         """What this phase's target says."""
-        return self._current(state).value(seen, state)
+        return self.current(state).value(seen, state)
 
     def needs(self, state: State) -> Needs:
         """What this phase's target reads."""
-        return self._current(state).needs(state)
+        return self.current(state).needs(state)
 
-    def _current(self, state: State) -> Target:
+    def current(self, state: State) -> Target:
+        """The target of this phase."""
         return self.targets[min(state.phase, len(self.targets) - 1)]
 
 
