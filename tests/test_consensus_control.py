@@ -145,7 +145,7 @@ def sketches_of(num_workers: int, seed: int = 0) -> np.ndarray:
 def calibrated_state(controller: Controller, distance: float) -> State:
     """The state after a calibration that found this Ξ_max at learning rate 1."""
     return replace(
-        controller.start, calibrates_until=0, phase_lr=1.0, plain_total=distance**2, plain_count=1
+        controller.start, calibrates_until=0, lr_before=1.0, plain_total=distance**2, plain_count=1
     )
 
 
@@ -344,7 +344,9 @@ def targets_of(controller: Controller, rates: list[float]) -> list[float]:
     """Return the target at every step, for plain sketches and these learning rates."""
     state, targets = controller.start, list[float]()
     for step, lr in enumerate(rates):
-        seen = Observation(step=step, lr=lr, sketches=lr * sketches_of(4, step))
+        needed = controller.needs(step, state).sketches
+        sketches = lr * sketches_of(4, step) if needed else None
+        seen = Observation(step=step, lr=lr, sketches=sketches)
         decision, state = controller.decide(seen, state)
         targets.append(decision.target)
     return targets
@@ -358,30 +360,67 @@ def test_phases_follow_given_steps() -> None:
 
 
 def test_phases_follow_the_learning_rate() -> None:
-    """Warm-up opens no phase; each fall to half of a phase's highest rate does, sudden or slow."""
-    rates = [0.25, 0.5, 1.0, 0.9, 0.7, 0.5, 0.3, 0.24, 0.0]
+    """Warm-up, slow decay and a rest at zero open no phase; a fall to half in one step does."""
+    rates = [0.25, 0.5, 1.0, 0.6, 0.4, 0.3, 0.15, 0.15, 0.0, 0.1, 0.01, 0.0]
     control = parse_control("phases(exact, plain, exact)")
     targets = targets_of(bind(control, static(ring(4)), "atc"), rates)
-    assert targets == [0, 0, 0, 0, 0, math.inf, math.inf, 0, 0]
+    assert targets == [0] * 6 + [math.inf] * 4 + [0, 0]
 
 
-def test_constant_calibrates_in_every_phase_and_follows_the_rate() -> None:
-    """Each phase starts plain for the calibration; then the target is c·Ξ_max, in proportion to the
-    learning rate of the step, and from this phase's measurements alone.
+def plain_distance(steps: range) -> float:
+    """Ξ_max/η of ``targets_of``, from these steps."""
+    distances = [mixed_distance([ring(4)], sketches_of(4, step)) for step in steps]
+    return math.sqrt(np.mean(np.square(distances)))
+
+
+SHAPES: dict[str, Callable[[int], float]] = {
+    "steps": lambda step: 0.1 ** (step // 50),
+    "cosine": lambda step: 0.5 + 0.5 * math.cos(math.pi * step / 149),  # 0 at the end
+    "exponential": lambda step: 0.95**step,
+    "warm-up": lambda step: min(1.0, (step + 1) / 60),
+}
+
+
+@pytest.mark.parametrize("text", ["constant(c=0.5)", "phases(constant(c=0.5), constant(c=0.5))"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_constant_calibrates_once_and_follows_the_rate(text: str, shape: str) -> None:
+    """Training starts plain for 20 steps; from then on the target is c·Ξ_max, in proportion to the
+    learning rate of the step, whatever its schedule.
     """
-    control = bind(Constant(c=0.5), static(ring(4)), "atc")
-    rates = [1.0] * 25 + [0.8] * 5 + [0.1] * 30
-    targets = targets_of(control, rates)
-    finite = [step for step, target in enumerate(targets) if math.isfinite(target)]
-    assert finite == [*range(20, 30), *range(50, 60)]
-    expected = [
-        mixed_distance([ring(4)], sketches_of(4, step)) for step in range(60)
-    ]  # Ξ/η after plain mixing
-    first = 0.5 * math.sqrt(np.mean(np.square(expected[10:20])))
-    later = 0.5 * math.sqrt(np.mean(np.square(expected[40:50])))
-    assert targets[20] == pytest.approx(first)
-    assert targets[29] == pytest.approx(0.8 * first)
-    assert targets[59] == pytest.approx(0.1 * later)
+    rates = [SHAPES[shape](step) for step in range(150)]
+    targets = targets_of(bind(parse_control(text), static(ring(4)), "atc"), rates)
+    assert all(math.isinf(target) for target in targets[:20])
+    plain = plain_distance(range(10, 20))
+    assert targets[20:] == pytest.approx([0.5 * plain * lr for lr in rates[20:]])
+
+
+@pytest.mark.parametrize(
+    ("text", "rates", "start"),
+    [
+        ("phases(exact, constant(c=0.5))", [1.0] * 30 + [0.1] * 50, 30),
+        ("phases(plain, constant(c=0.5), at=(40,))", [1.0] * 80, 40),
+        ("constant(c=0.5)", [1.0] * 15 + [0.1] * 65, 15),
+    ],
+)
+def test_calibration_starts_with_the_first_phase_that_can_finish_it(
+    text: str, rates: list[float], start: int
+) -> None:
+    """A phase of another target measures nothing, and one cut short is measured anew."""
+    targets = targets_of(bind(parse_control(text), static(ring(4)), "atc"), rates)
+    assert all(math.isinf(target) for target in targets[start : start + 20])
+    plain = plain_distance(range(start + 10, start + 20))
+    assert targets[start + 20 :] == pytest.approx([0.5 * plain * lr for lr in rates[start + 20 :]])
+
+
+def test_a_later_phase_keeps_the_calibration() -> None:
+    """A constant target that returns, or changes its share, acts from its first step."""
+    control = parse_control("phases(constant(c=0.5), plain, constant(c=0.25))")
+    rates = [1.0] * 30 + [0.1] * 5 + [0.01] * 5
+    targets = targets_of(bind(control, static(ring(4)), "atc"), rates)
+    plain = plain_distance(range(10, 20))
+    assert targets[29] == pytest.approx(0.5 * plain)
+    assert all(math.isinf(target) for target in targets[30:35])
+    assert targets[35:] == pytest.approx([0.25 * plain * 0.01] * 5)
 
 
 def test_auto_is_tight_first_and_plain_later() -> None:

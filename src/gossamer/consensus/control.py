@@ -122,7 +122,9 @@ class Controller:
             choice = measured((self._exact,), state.held, seen)
         else:
             choice = self.choose(seen, target, state)
-        state = replace(calibrated(state, seen, choice.distance), held=choice.held)
+        if math.isinf(target):
+            state = calibrated(state, seen, choice.distance)
+        state = replace(state, held=choice.held)
         return Decision(choice.rounds, choice.distance, target), state
 
 
@@ -155,7 +157,7 @@ def measured(rounds: tuple[Round, ...], held: int, seen: Observation) -> Choice:
 
 
 def _calibration(schedule: Schedule) -> int:
-    """Return how many plain steps a phase begins with: 4/p, so that the second half is stationary.
+    """Return how many plain steps a calibration takes: 4/p, so that the second half is stationary.
 
     A squared distance forgets its start at the rate p. Graphs so slow that this would be long are
     measured short of their full distance: the target is then tighter than asked for.

@@ -29,10 +29,11 @@ def phases(*targets: Target, at: tuple[int, ...] = ()) -> Phases:
 
 
 def auto() -> Phases:
-    """A quarter of Ξ_max in the first phase, plain gossip after it.
+    """A quarter of Ξ_max until the learning rate first falls to half or less, then plain gossip.
 
     Kong et al.'s guidance: what a first phase loses by distance is not regained, while a distance
-    in later phases costs nothing or helps (https://arxiv.org/abs/2102.04828).
+    in later phases costs nothing or helps (https://arxiv.org/abs/2102.04828). Where the rate decays
+    smoothly there is one phase.
     """
     return Phases((Constant(c=0.25), Plain()))
 

@@ -30,7 +30,8 @@ class Observation:
     """The step whose mixing is decided."""
 
     lr: float
-    """The learning rate of that step."""
+    """The learning rate of that step. Under awc, of the step before: the round of step t + 1 is
+    decided inside step t, before a scheduler moves."""
 
     sketches: FloatArray | None = None
     """Sketches [n, m] of what is to be mixed. Under awc, of what was to be mixed a step before: the
@@ -58,17 +59,17 @@ class State:
     """What a controller remembers between steps."""
 
     phase: int = 0
-    phase_lr: float = 0.0
-    """The highest learning rate of the phase so far."""
+    lr_before: float = 0.0
+    """The learning rate of the observation before; the last one above zero."""
 
     calibrates_from: int = 0
-    """The step from which the plain distance of the phase is measured."""
+    """The step from which the distance of plain gossip is measured."""
 
     calibrates_until: int = 0
-    """The step at which the phase's calibration ends."""
+    """The step at which calibration ends."""
 
     plain_total: float = 0.0
-    """Sum of (Ξ/η)² under plain gossip, in this phase's calibration."""
+    """Sum of (Ξ/η)² under plain gossip, in the second half of the calibration."""
 
     plain_count: int = 0
     lr_max: float = 0.0
@@ -80,6 +81,12 @@ class State:
     critical: CriticalState = field(default_factory=CriticalState)
     held: int = 0
     """What was chosen last, for steps at which nothing is observed."""
+
+    def plain_distance(self, step: int) -> float | None:
+        """Return Ξ/η of plain gossip, or None while it is not known."""
+        if step < self.calibrates_until or self.plain_count == 0:
+            return None
+        return math.sqrt(self.plain_total / self.plain_count)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain numbers, lists and dicts, for a checkpoint or JSON."""
@@ -149,12 +156,13 @@ class Exact:
 @final
 @dataclass(frozen=True)
 class Constant:
-    """c·Ξ_max, a share of the distance that plain gossip has in this phase.
+    """c·Ξ_max, a share of the distance that plain gossip has.
 
-    Ξ_max is measured: the first steps of each phase run plain gossip, and Ξ/η is averaged over the
-    second half of them, when what the start or the phase before left behind has been mixed away.
-    Since Ξ is proportional to the learning rate η, Ξ_max is that average times the rate of the
-    step: warm-up and smooth schedules need no phases.
+    Ξ_max is measured, once: the first steps, or those of the first phase with such a target, run
+    plain gossip, and Ξ/η is averaged over the second half of them, when what the start or the phase
+    before left behind has been mixed away. Since Ξ is proportional to the learning rate η, Ξ_max is
+    that average times the rate of the step. Later phases keep the average: a new one would take
+    steps of plain gossip, without control.
     """
 
     c: float
@@ -164,9 +172,8 @@ class Constant:
 
     def value(self, seen: Observation, state: State) -> float:
         """c·Ξ_max; infinite during calibration."""
-        if seen.step < state.calibrates_until or state.plain_count == 0:
-            return math.inf
-        return self.c * math.sqrt(state.plain_total / state.plain_count) * seen.lr
+        plain = state.plain_distance(seen.step)
+        return math.inf if plain is None else self.c * plain * seen.lr
 
     def needs(self, state: State) -> Needs:
         """Sketches."""
@@ -222,7 +229,8 @@ class Phases:
     Args:
         targets: one per phase.
         at: the steps at which a new phase begins. Without them a phase begins where the learning
-            rate is down to half of the highest one of the phase before it.
+            rate falls to half or less from one step to the next; a smooth decay begins none, but
+            for its last steps where it ends at zero.
     """
 
     targets: tuple[Target, ...]
@@ -265,23 +273,26 @@ def observed(state: State, seen: Observation, at: tuple[int, ...], calibration: 
         state: what is remembered so far.
         seen: the observation.
         at: steps at which phases begin; empty to follow the learning rate.
-        calibration: how many steps at the start of a phase are plain.
+        calibration: how many steps a calibration takes.
     """
     if at:
         phase = sum(step <= seen.step for step in at)
     else:
-        phase = state.phase + (0 < seen.lr <= state.phase_lr / 2)
-    if phase != state.phase:
+        phase = state.phase + (0 < seen.lr <= state.lr_before / 2)
+    if phase != state.phase and state.plain_distance(seen.step) is None:
         state = replace(
             state,
-            phase=phase,
-            phase_lr=0.0,
             calibrates_from=seen.step + calibration // 2,
             calibrates_until=seen.step + calibration,
             plain_total=0.0,
             plain_count=0,
         )
-    state = replace(state, phase_lr=max(state.phase_lr, seen.lr), lr_max=max(state.lr_max, seen.lr))
+    state = replace(
+        state,
+        phase=phase,
+        lr_before=seen.lr or state.lr_before,
+        lr_max=max(state.lr_max, seen.lr),
+    )
     if seen.gradients is not None:
         square = float(np.sum(seen.gradients**2)) / len(seen.gradients)
         state = replace(state, gradient2=state.gradient2.add(square))
@@ -291,15 +302,15 @@ def observed(state: State, seen: Observation, at: tuple[int, ...], calibration: 
 
 
 def calibrated(state: State, seen: Observation, distance: float) -> State:
-    """Return the state with one more plain distance, if this step calibrates.
+    """Return the state with one more distance of plain gossip, if this step calibrates.
 
     Args:
         state: what is remembered so far.
         seen: the observation.
-        distance: Ξ after the rounds of this step.
+        distance: Ξ after this step's one round of the schedule.
     """
-    open_window = seen.step < state.calibrates_until or state.plain_count == 0
-    if math.isnan(distance) or seen.lr == 0 or seen.step < state.calibrates_from or not open_window:
+    ends = seen.step < state.calibrates_from or state.plain_distance(seen.step) is not None
+    if ends or math.isnan(distance) or seen.lr == 0:
         return state
     total = state.plain_total + (distance / seen.lr) ** 2
     return replace(state, plain_total=total, plain_count=state.plain_count + 1)
