@@ -337,6 +337,57 @@ def test_digests_tell_decisions_apart() -> None:
     assert len({decision.digest for decision in decisions}) == 4
 
 
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_an_overflowed_step_leaves_no_trace(bad: float) -> None:
+    """Gradients, points or sketches that are not finite change no estimate and no choice."""
+    controller = bind(CriticalTarget(), static(ring(4)), "atc")
+    fine = Observation(
+        step=0, lr=1.0, sketches=sketches_of(4), gradients=sketches_of(4), points=sketches_of(4)
+    )
+    _, state = controller.decide(fine, controller.start)
+    broken = sketches_of(4, seed=1)
+    broken[2, 5] = bad
+    _, after = controller.decide(replace(fine, step=1, gradients=broken), state)
+    assert after == state
+    _, after = controller.decide(replace(fine, step=1, points=broken), state)
+    assert after.critical == state.critical
+    tight = bind(Repeat(Constant(c=0.1)), static(ring(4)), "atc")
+    state = replace(calibrated_state(tight, 1.0), held=5)
+    decision, after = tight.decide(Observation(step=1, lr=1.0, sketches=broken), state)
+    assert len(decision.rounds) == after.held == 5
+
+
+def test_workers_without_a_gradient_do_not_count() -> None:
+    """Rows of NaN are those of ranks that left; estimates are the others'."""
+    controller = bind(CriticalTarget(), static(ring(6)), "atc")
+
+    def run(rows: slice) -> State:
+        state = controller.start
+        for step in range(6):
+            points, gradients = sketches_of(6, 2 * step), sketches_of(6, 2 * step + 1)
+            gradients[4:] = math.nan
+            seen = Observation(step=step, lr=1.0, gradients=gradients[rows], points=points[rows])
+            _, state = controller.decide(seen, state)
+        return state
+
+    state = run(slice(None))
+    assert state == run(slice(4))
+    assert state.gradient2.mean > 0
+    gone = Observation(step=6, lr=1.0, gradients=np.full((6, 40), math.nan))
+    assert controller.decide(gone, state)[1] == state
+
+
+def test_a_worker_that_leaves_is_no_step_of_the_mean() -> None:
+    """The mean of fewer workers is elsewhere: the path that tells L begins anew."""
+    points, gradients = sketches_of(6), sketches_of(6, seed=1)
+    state = CriticalState().observe(points, gradients).observe(points + 1, gradients)
+    assert state.displacement
+    left = state.observe(points[:5] + 2, gradients[:5])
+    assert left.displacement == ()
+    assert left.run == state.run
+    assert left.observe(points[:5] + 3, gradients[:5]).displacement == pytest.approx((1.0,) * 40)
+
+
 # - Phases
 
 

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol, cast, final, runtime_checkable
 
+import numpy as np
+
 from gossamer.consensus.distance import sketch_distance
 from gossamer.consensus.targets import (
     Constant,
@@ -113,6 +115,8 @@ class Controller:
 
     def decide(self, seen: Observation, state: State) -> tuple[Decision, State]:
         """Return how to mix at this step, and what to remember."""
+        if seen.sketches is not None and not np.isfinite(seen.sketches).all():
+            seen = replace(seen, sketches=None)  # they overflowed, and tell nothing
         at = self.target.at if isinstance(self.target, Phases) else ()
         state = observed(state, seen, at, self._calibration)
         target = self.target.value(seen, state)

@@ -38,7 +38,7 @@ class Observation:
     round is chosen before the step that it mixes has been taken."""
 
     gradients: FloatArray | None = None
-    """Sketches [n, m] of each worker's gradient."""
+    """Sketches [n, m] of each worker's gradient; NaN for workers without one."""
 
     points: FloatArray | None = None
     """Sketches [n, m] of the parameters at which those gradients were taken; under awc these are
@@ -293,12 +293,26 @@ def observed(state: State, seen: Observation, at: tuple[int, ...], calibration: 
         lr_before=seen.lr or state.lr_before,
         lr_max=max(state.lr_max, seen.lr),
     )
-    if seen.gradients is not None:
-        square = float(np.sum(seen.gradients**2)) / len(seen.gradients)
-        state = replace(state, gradient2=state.gradient2.add(square))
-        if seen.points is not None:
-            state = replace(state, critical=state.critical.observe(seen.points, seen.gradients))
-    return state
+    return state if seen.gradients is None else _with_gradients(state, seen.gradients, seen.points)
+
+
+def _with_gradients(state: State, gradients_nm: FloatArray, points_nm: FloatArray | None) -> State:
+    """Return the state with one more observation of gradients; one that overflowed is left out.
+
+    Rows of nothing but NaN are of workers that have no gradient: the others tell enough.
+    """
+    present_n = ~np.isnan(gradients_nm).all(axis=1)
+    if points_nm is not None:
+        present_n &= ~np.isnan(points_nm).all(axis=1)
+        points_nm = points_nm[present_n]
+    gradients_nm = gradients_nm[present_n]
+    if not present_n.any() or not np.isfinite(gradients_nm).all():
+        return state
+    square = float(np.sum(gradients_nm**2)) / len(gradients_nm)
+    state = replace(state, gradient2=state.gradient2.add(square))
+    if points_nm is None or not np.isfinite(points_nm).all():
+        return state
+    return replace(state, critical=state.critical.observe(points_nm, gradients_nm))
 
 
 def calibrated(state: State, seen: Observation, distance: float) -> State:
