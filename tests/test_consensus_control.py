@@ -638,6 +638,7 @@ def test_every_control_has_a_text() -> None:
         ("phases(plain, exact, at=(1, 2))", "give 1, or none"),
         ("phases(plain, exact, plain, at=(9, 2))", "sort them"),
         ("phases(plain, exact, at=3)", "for at, got 3"),
+        ("phases(plain, exact, at=(1.5,))", "int for each step in at, got 1.5"),
         ("repeat(gamma)", r"repeat needs a target.*repeat\(constant"),
         ("repeat(exact, q_max=0)", "q_max of at least 1"),
         ("repeat(exact, q_max=1.5)", "needs int for q_max"),
@@ -656,6 +657,29 @@ def test_bad_texts_are_refused(text: str, reason: str) -> None:
     """At construction, with what is required, what was given and what to do."""
     with pytest.raises(UserError, match=reason):
         parse_control(text)
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (lambda: Repeat(Plain(), q_max=2.5), "repeat needs int for q_max, got 2.5"),  # pyright: ignore
+        (lambda: Repeat(Plain(), interval=1.5), "int for interval"),  # pyright: ignore
+        (lambda: Repeat(Plain(), q_max=True), "int for q_max, got True"),
+        (lambda: AdaConsensus(Plain(), k_max=2.5), "int for k_max"),  # pyright: ignore
+        (lambda: AdaConsensus(Plain(), by=["bytes"]), "str for by"),  # pyright: ignore
+        (lambda: AdaConsensus(Plain(), interval="2"), "int for interval"),  # pyright: ignore
+        (lambda: Gamma(p="1"), "gamma needs float for p"),  # pyright: ignore
+        (lambda: Gamma(start=0.5), "int for start"),  # pyright: ignore
+        (lambda: Phases([Plain(), Exact()]), "tuple for targets"),  # pyright: ignore
+        (lambda: Phases((Plain(), Exact()), at=[3]), "tuple for at"),  # pyright: ignore
+        (lambda: Constant(c="0.5"), "constant needs float for c"),  # pyright: ignore
+        (lambda: Adaptive(s=None), "float for s"),  # pyright: ignore
+    ],
+)
+def test_values_of_another_kind_are_refused(build: Callable[[], object], reason: str) -> None:
+    """When a control is made in Python, as in a text."""
+    with pytest.raises(UserError, match=reason):
+        build()
 
 
 @pytest.mark.parametrize(

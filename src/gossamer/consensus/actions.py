@@ -16,7 +16,7 @@ import numpy as np
 
 from gossamer.consensus.control import Choice, Controller, measured, mix, mixed_distance
 from gossamer.consensus.distance import sketch_distance
-from gossamer.consensus.targets import Observation, Plain, State, Target
+from gossamer.consensus.targets import Observation, Plain, State, Target, check_kind
 from gossamer.errors import UserError
 from gossamer.topology import Round, Schedule, complete, damped, lattice
 from gossamer.topology.round import FloatArray
@@ -100,6 +100,8 @@ class AdaConsensus:
 
     def __post_init__(self) -> None:
         _check_target("ada_consensus", self.target)
+        check_kind("ada_consensus", "by", self.by, str)
+        check_kind("ada_consensus", "k_max", self.k_max, int)
         if self.by not in _COSTS:
             raise UserError(
                 f"ada_consensus weighs rounds by {' or '.join(_COSTS)}, got {self.by!r}; use one"
@@ -138,6 +140,7 @@ class Gamma:
     start: int = 0
 
     def __post_init__(self) -> None:
+        check_kind("gamma", "p", self.p, float, int)
         if not 0 <= self.p < math.inf:
             raise UserError(
                 f"gamma needs a finite p >= 0, got p={self.p}; 1 follows the learning rate"
@@ -267,5 +270,6 @@ def _check_target(what: str, target: object) -> None:
 
 
 def _check_at_least(what: str, name: str, value: int, least: int) -> None:
+    check_kind(what, name, value, int)
     if value < least:
         raise UserError(f"{what} needs {name} of at least {least}, got {value}; use {least}")

@@ -237,6 +237,10 @@ class Phases:
     at: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        check_kind("phases", "targets", self.targets, tuple)
+        check_kind("phases", "at", self.at, tuple)
+        for step in self.at:
+            check_kind("phases", "each step in at", step, int)
         if not self.targets or not all(_is_simple(target) for target in self.targets):
             raise UserError(
                 f"phases needs a target for each phase, got {self.targets}; "
@@ -334,6 +338,15 @@ def _is_simple(target: Any) -> bool:
     return isinstance(target, Target) and not isinstance(target, Phases)
 
 
+def check_kind(what: str, name: str, value: object, *kinds: type) -> None:
+    """Refuse a value of another kind; True is no number."""
+    if type(value) is bool or not isinstance(value, kinds):
+        raise UserError(
+            f"{what} needs {kinds[0].__name__} for {name}, got {value!r}; give one of that kind"
+        )
+
+
 def _check_positive(what: str, name: str, value: float, remedy: str) -> None:
+    check_kind(what, name, value, float, int)
     if not 0 < value < math.inf:
         raise UserError(f"{what} needs a finite {name} > 0, got {name}={value}; {remedy}")
