@@ -145,7 +145,7 @@ def sketches_of(num_workers: int, seed: int = 0) -> np.ndarray:
 def calibrated_state(controller: Controller, distance: float) -> State:
     """The state after a calibration that found this Ξ_max at learning rate 1."""
     return replace(
-        controller.start, calibrates_until=0, phase_lr=1.0, plain_total=distance**2, plain_count=1
+        controller.start, calibrates_until=0, lr_before=1.0, plain_total=distance**2, plain_count=1
     )
 
 
@@ -173,17 +173,12 @@ def test_plain_is_the_schedule(topology: str, order: str) -> None:
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_target_of_zero_is_one_all_reduce(order: str) -> None:
-    """Asked for or arrived at, zero is the complete graph once, without measuring."""
+def test_exact_is_one_all_reduce(order: str) -> None:
+    """The complete graph once, without measuring."""
     exact = bind(Exact(), static(ring(8)), order)
     decision, _ = exact.decide(Observation(step=0, lr=0.1), exact.start)
     assert decision.rounds == (complete(8),)
     assert exact.needs(0, exact.start) == Needs()
-    adaptive = bind(Adaptive(s=2.0), static(ring(8)), order)
-    seen = Observation(
-        step=0, lr=0.1, sketches=sketches_of(8), gradients=np.zeros_like(sketches_of(8))
-    )
-    assert adaptive.decide(seen, adaptive.start)[0].rounds == (complete(8),)
 
 
 def test_the_adaptive_target_follows_gradients() -> None:
@@ -228,6 +223,66 @@ def test_limits_hold(text: str, order: str, within: Callable[[Decision], bool]) 
         seen = Observation(step=step, lr=1.0, sketches=sketches_of(20, step))
         decision, state = controller.decide(seen, state)
         assert within(decision)
+
+
+@pytest.mark.parametrize(
+    ("text", "order", "within"),
+    [
+        ("repeat({}, q_max=3)", "atc", lambda d: len(d.rounds) == 3),
+        ("ada_consensus({}, k_max=6, by=degree)", "atc", lambda d: d.rounds[0].degree == 6),
+        ("ada_consensus({}, k_max=6)", "awc", lambda d: d.rounds[0].degree == 6),
+    ],
+)
+@pytest.mark.parametrize("target", ["constant(c=1e-9)", "adaptive(s=1)"])
+def test_limits_hold_where_a_target_comes_out_as_zero(
+    target: str, text: str, order: str, within: Callable[[Decision], bool]
+) -> None:
+    """Zero gradients, or an Ξ_max of zero, are a very small target, not a wish for an all-reduce;
+    the same between observations, at a learning rate of zero, and from a state of other limits.
+    """
+    controller = bind(parse_control(text.format(target)), static(ring(20)), order)
+    state = calibrated_state(controller, 0.0)
+    gradients = np.zeros((20, 40))
+    for step in range(3):
+        seen = Observation(step=step, lr=1.0, sketches=sketches_of(20, step), gradients=gradients)
+        decision, state = controller.decide(seen, state)
+        assert decision.target == 0
+        assert within(decision)
+    unseen = Observation(step=3, lr=1.0)
+    still = Observation(step=3, lr=0.0, sketches=sketches_of(20), gradients=gradients)
+    for seen in (unseen, still):
+        for loaded in (state, replace(state, held=10**6)):
+            decision, kept = controller.decide(seen, loaded)
+            assert within(decision)
+            assert kept.held == state.held
+    assert all(
+        len(controller.decide(still, replace(state, held=held))[0].rounds) == 1 for held in (-1, 0)
+    )
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("topology", ["ring", "complete"])
+def test_rounding_is_no_distance(topology: str, order: str) -> None:
+    """Where one round averages exactly Ξ_max is rounding: nobody chases it."""
+    schedule = parse(topology, 3)
+    controller = bind(Constant(c=0.25), schedule, order)
+    state, rng = controller.start, np.random.default_rng(0)
+    for step in range(60):
+        sketches = 3 + 0.01 * rng.standard_normal((3, 40))
+        seen = Observation(step=step, lr=0.1, sketches=sketches)
+        decision, state = controller.decide(seen, state)
+        assert decision.rounds == (schedule.round(step),)
+    assert math.isfinite(decision.target)  # pyright: ignore[reportPossiblyUnboundVariable]
+
+
+def test_repeats_end_where_they_do_not_help() -> None:
+    """Two pairs that never meet stay apart: after a whole period without progress it is enough."""
+    pairs = parse("one_peer_ring", 4).round(0)
+    controller = bind(Repeat(Adaptive(s=1e-3)), Schedule(4, 1, lambda _: pairs), "atc")
+    seen = Observation(step=0, lr=1.0, sketches=sketches_of(4), gradients=sketches_of(4))
+    decision, state = controller.decide(seen, controller.start)
+    assert decision.distance > decision.target
+    assert len(decision.rounds) == state.held == 1
 
 
 def test_a_choice_is_held_between_observations() -> None:
@@ -281,6 +336,57 @@ def test_digests_tell_decisions_apart() -> None:
     assert len({decision.digest for decision in decisions}) == 4
 
 
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_an_overflowed_step_leaves_no_trace(bad: float) -> None:
+    """Gradients, points or sketches that are not finite change no estimate and no choice."""
+    controller = bind(CriticalTarget(), static(ring(4)), "atc")
+    fine = Observation(
+        step=0, lr=1.0, sketches=sketches_of(4), gradients=sketches_of(4), points=sketches_of(4)
+    )
+    _, state = controller.decide(fine, controller.start)
+    broken = sketches_of(4, seed=1)
+    broken[2, 5] = bad
+    _, after = controller.decide(replace(fine, step=1, gradients=broken), state)
+    assert after == state
+    _, after = controller.decide(replace(fine, step=1, points=broken), state)
+    assert after.critical == state.critical
+    tight = bind(Repeat(Constant(c=0.1)), static(ring(4)), "atc")
+    state = replace(calibrated_state(tight, 1.0), held=5)
+    decision, after = tight.decide(Observation(step=1, lr=1.0, sketches=broken), state)
+    assert len(decision.rounds) == after.held == 5
+
+
+def test_workers_without_a_gradient_do_not_count() -> None:
+    """Rows of NaN are those of ranks that left; estimates are the others'."""
+    controller = bind(CriticalTarget(), static(ring(6)), "atc")
+
+    def run(rows: slice) -> State:
+        state = controller.start
+        for step in range(6):
+            points, gradients = sketches_of(6, 2 * step), sketches_of(6, 2 * step + 1)
+            gradients[4:] = math.nan
+            seen = Observation(step=step, lr=1.0, gradients=gradients[rows], points=points[rows])
+            _, state = controller.decide(seen, state)
+        return state
+
+    state = run(slice(None))
+    assert state == run(slice(4))
+    assert state.gradient2.mean > 0
+    gone = Observation(step=6, lr=1.0, gradients=np.full((6, 40), math.nan))
+    assert controller.decide(gone, state)[1] == state
+
+
+def test_a_worker_that_leaves_is_no_step_of_the_mean() -> None:
+    """The mean of fewer workers is elsewhere: the path that tells L begins anew."""
+    points, gradients = sketches_of(6), sketches_of(6, seed=1)
+    state = CriticalState().observe(points, gradients).observe(points + 1, gradients)
+    assert state.displacement
+    left = state.observe(points[:5] + 2, gradients[:5])
+    assert left.displacement == ()
+    assert left.run == state.run
+    assert left.observe(points[:5] + 3, gradients[:5]).displacement == pytest.approx((1.0,) * 40)
+
+
 # - Phases
 
 
@@ -288,7 +394,9 @@ def targets_of(controller: Controller, rates: list[float]) -> list[float]:
     """Return the target at every step, for plain sketches and these learning rates."""
     state, targets = controller.start, list[float]()
     for step, lr in enumerate(rates):
-        seen = Observation(step=step, lr=lr, sketches=lr * sketches_of(4, step))
+        needed = controller.needs(step, state).sketches
+        sketches = lr * sketches_of(4, step) if needed else None
+        seen = Observation(step=step, lr=lr, sketches=sketches)
         decision, state = controller.decide(seen, state)
         targets.append(decision.target)
     return targets
@@ -302,30 +410,67 @@ def test_phases_follow_given_steps() -> None:
 
 
 def test_phases_follow_the_learning_rate() -> None:
-    """Warm-up opens no phase; each fall to half of a phase's highest rate does, sudden or slow."""
-    rates = [0.25, 0.5, 1.0, 0.9, 0.7, 0.5, 0.3, 0.24, 0.0]
+    """Warm-up, slow decay and a rest at zero open no phase; a fall to half in one step does."""
+    rates = [0.25, 0.5, 1.0, 0.6, 0.4, 0.3, 0.15, 0.15, 0.0, 0.1, 0.01, 0.0]
     control = parse_control("phases(exact, plain, exact)")
     targets = targets_of(bind(control, static(ring(4)), "atc"), rates)
-    assert targets == [0, 0, 0, 0, 0, math.inf, math.inf, 0, 0]
+    assert targets == [0] * 6 + [math.inf] * 4 + [0, 0]
 
 
-def test_constant_calibrates_in_every_phase_and_follows_the_rate() -> None:
-    """Each phase starts plain for the calibration; then the target is c·Ξ_max, in proportion to the
-    learning rate of the step, and from this phase's measurements alone.
+def plain_distance(steps: range) -> float:
+    """Ξ_max/η of ``targets_of``, from these steps."""
+    distances = [mixed_distance([ring(4)], sketches_of(4, step)) for step in steps]
+    return math.sqrt(np.mean(np.square(distances)))
+
+
+SHAPES: dict[str, Callable[[int], float]] = {
+    "steps": lambda step: 0.1 ** (step // 50),
+    "cosine": lambda step: 0.5 + 0.5 * math.cos(math.pi * step / 149),  # 0 at the end
+    "exponential": lambda step: 0.95**step,
+    "warm-up": lambda step: min(1.0, (step + 1) / 60),
+}
+
+
+@pytest.mark.parametrize("text", ["constant(c=0.5)", "phases(constant(c=0.5), constant(c=0.5))"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_constant_calibrates_once_and_follows_the_rate(text: str, shape: str) -> None:
+    """Training starts plain for 20 steps; from then on the target is c·Ξ_max, in proportion to the
+    learning rate of the step, whatever its schedule.
     """
-    control = bind(Constant(c=0.5), static(ring(4)), "atc")
-    rates = [1.0] * 25 + [0.8] * 5 + [0.1] * 30
-    targets = targets_of(control, rates)
-    finite = [step for step, target in enumerate(targets) if math.isfinite(target)]
-    assert finite == [*range(20, 30), *range(50, 60)]
-    expected = [
-        mixed_distance([ring(4)], sketches_of(4, step)) for step in range(60)
-    ]  # Ξ/η after plain mixing
-    first = 0.5 * math.sqrt(np.mean(np.square(expected[10:20])))
-    later = 0.5 * math.sqrt(np.mean(np.square(expected[40:50])))
-    assert targets[20] == pytest.approx(first)
-    assert targets[29] == pytest.approx(0.8 * first)
-    assert targets[59] == pytest.approx(0.1 * later)
+    rates = [SHAPES[shape](step) for step in range(150)]
+    targets = targets_of(bind(parse_control(text), static(ring(4)), "atc"), rates)
+    assert all(math.isinf(target) for target in targets[:20])
+    plain = plain_distance(range(10, 20))
+    assert targets[20:] == pytest.approx([0.5 * plain * lr for lr in rates[20:]])
+
+
+@pytest.mark.parametrize(
+    ("text", "rates", "start"),
+    [
+        ("phases(exact, constant(c=0.5))", [1.0] * 30 + [0.1] * 50, 30),
+        ("phases(plain, constant(c=0.5), at=(40,))", [1.0] * 80, 40),
+        ("constant(c=0.5)", [1.0] * 15 + [0.1] * 65, 15),
+    ],
+)
+def test_calibration_starts_with_the_first_phase_that_can_finish_it(
+    text: str, rates: list[float], start: int
+) -> None:
+    """A phase of another target measures nothing, and one cut short is measured anew."""
+    targets = targets_of(bind(parse_control(text), static(ring(4)), "atc"), rates)
+    assert all(math.isinf(target) for target in targets[start : start + 20])
+    plain = plain_distance(range(start + 10, start + 20))
+    assert targets[start + 20 :] == pytest.approx([0.5 * plain * lr for lr in rates[start + 20 :]])
+
+
+def test_a_later_phase_keeps_the_calibration() -> None:
+    """A constant target that returns, or changes its share, acts from its first step."""
+    control = parse_control("phases(constant(c=0.5), plain, constant(c=0.25))")
+    rates = [1.0] * 30 + [0.1] * 5 + [0.01] * 5
+    targets = targets_of(bind(control, static(ring(4)), "atc"), rates)
+    plain = plain_distance(range(10, 20))
+    assert targets[29] == pytest.approx(0.5 * plain)
+    assert all(math.isinf(target) for target in targets[30:35])
+    assert targets[35:] == pytest.approx([0.25 * plain * 0.01] * 5)
 
 
 def test_auto_is_tight_first_and_plain_later() -> None:
@@ -492,6 +637,7 @@ def test_every_control_has_a_text() -> None:
         ("phases(plain, exact, at=(1, 2))", "give 1, or none"),
         ("phases(plain, exact, plain, at=(9, 2))", "sort them"),
         ("phases(plain, exact, at=3)", "for at, got 3"),
+        ("phases(plain, exact, at=(1.5,))", "int for each step in at, got 1.5"),
         ("repeat(gamma)", r"repeat needs a target.*repeat\(constant"),
         ("repeat(exact, q_max=0)", "q_max of at least 1"),
         ("repeat(exact, q_max=1.5)", "needs int for q_max"),
@@ -510,6 +656,29 @@ def test_bad_texts_are_refused(text: str, reason: str) -> None:
     """At construction, with what is required, what was given and what to do."""
     with pytest.raises(UserError, match=reason):
         parse_control(text)
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (lambda: Repeat(Plain(), q_max=2.5), "repeat needs int for q_max, got 2.5"),  # pyright: ignore
+        (lambda: Repeat(Plain(), interval=1.5), "int for interval"),  # pyright: ignore
+        (lambda: Repeat(Plain(), q_max=True), "int for q_max, got True"),
+        (lambda: AdaConsensus(Plain(), k_max=2.5), "int for k_max"),  # pyright: ignore
+        (lambda: AdaConsensus(Plain(), by=["bytes"]), "str for by"),  # pyright: ignore
+        (lambda: AdaConsensus(Plain(), interval="2"), "int for interval"),  # pyright: ignore
+        (lambda: Gamma(p="1"), "gamma needs float for p"),  # pyright: ignore
+        (lambda: Gamma(start=0.5), "int for start"),  # pyright: ignore
+        (lambda: Phases([Plain(), Exact()]), "tuple for targets"),  # pyright: ignore
+        (lambda: Phases((Plain(), Exact()), at=[3]), "tuple for at"),  # pyright: ignore
+        (lambda: Constant(c="0.5"), "constant needs float for c"),  # pyright: ignore
+        (lambda: Adaptive(s=None), "float for s"),  # pyright: ignore
+    ],
+)
+def test_values_of_another_kind_are_refused(build: Callable[[], object], reason: str) -> None:
+    """When a control is made in Python, as in a text."""
+    with pytest.raises(UserError, match=reason):
+        build()
 
 
 @pytest.mark.parametrize(

@@ -12,15 +12,22 @@ from dataclasses import dataclass
 from functools import partial
 from typing import final
 
-from gossamer.consensus.control import Choice, Controller, mix, mixed_distance
+import numpy as np
+
+from gossamer.consensus.control import Choice, Controller, measured, mix, mixed_distance
 from gossamer.consensus.distance import sketch_distance
-from gossamer.consensus.targets import Observation, Plain, State, Target
+from gossamer.consensus.targets import Observation, Plain, State, Target, check_kind
 from gossamer.errors import UserError
 from gossamer.topology import Round, Schedule, complete, damped, lattice
+from gossamer.topology.round import FloatArray
 from gossamer.topology.spectrum import window
 
 _CHEAPER_BELOW = 0.9
 """Share of the target that a cheaper candidate must come under."""
+
+_NOISE = 1e-7
+"""Distances up to this share of the root mean square norm of the sketches meet every target: about
+the rounding of parameters in single precision, which mixing cannot remove."""
 
 
 @final
@@ -29,7 +36,8 @@ class Repeat:
     """Repeat gossip until the distance is under the target (atc).
 
     Step t mixes with the rounds t, t + 1, … of the schedule, so repeating helps where rounds are
-    matchings too. q is at least 1 and at most ``q_max``.
+    matchings too. q is at least 1 and at most ``q_max``; rounds that would no longer bring workers
+    closer are left out.
 
     Args:
         target: how far apart workers may be.
@@ -54,7 +62,7 @@ class Repeat:
                 "while the gradient is computed; use ada_consensus, which chooses whom to mix "
                 "with, or order='atc'"
             )
-        choose = partial(_repeat, schedule, complete(schedule.num_workers), self.q_max)
+        choose = partial(_repeat, schedule, schedule.period or window(schedule), self.q_max)
         return Controller(self.target, choose, schedule, self.interval)
 
 
@@ -92,6 +100,8 @@ class AdaConsensus:
 
     def __post_init__(self) -> None:
         _check_target("ada_consensus", self.target)
+        check_kind("ada_consensus", "by", self.by, str)
+        check_kind("ada_consensus", "k_max", self.k_max, int)
         if self.by not in _COSTS:
             raise UserError(
                 f"ada_consensus weighs rounds by {' or '.join(_COSTS)}, got {self.by!r}; use one"
@@ -108,7 +118,7 @@ class AdaConsensus:
         checked_order(order)
         k_max = self.k_max or schedule.num_workers - 1
         denser = _denser_than(schedule, _COSTS[self.by], k_max)
-        choose = partial(_thicken, schedule, complete(schedule.num_workers), denser)
+        choose = partial(_thicken, schedule, denser)
         return Controller(self.target, choose, schedule, self.interval)
 
 
@@ -130,6 +140,7 @@ class Gamma:
     start: int = 0
 
     def __post_init__(self) -> None:
+        check_kind("gamma", "p", self.p, float, int)
         if not 0 <= self.p < math.inf:
             raise UserError(
                 f"gamma needs a finite p >= 0, got p={self.p}; 1 follows the learning rate"
@@ -144,53 +155,63 @@ class Gamma:
 
 def _repeat(
     schedule: Schedule,
-    exact: Round,
+    period: int,
     q_max: int,
     seen: Observation,
     target: float,
     state: State,
 ) -> Choice:
-    if target == 0:
-        return _measured((exact,), state.held, seen)
+    def rounds(count: int) -> tuple[Round, ...]:
+        return tuple(schedule.round(seen.step + q) for q in range(count))
+
     if math.isinf(target):
-        return _measured((schedule.round(seen.step),), 1, seen)
-    if seen.sketches is None:
-        held = max(1, state.held)
-        return Choice(tuple(schedule.round(seen.step + q) for q in range(held)), held)
-    rounds: list[Round] = []
-    mixed_nm, distance = seen.sketches, math.inf
-    while distance > target and len(rounds) < q_max:
-        rounds.append(schedule.round(seen.step + len(rounds)))
-        mixed_nm = mix(rounds[-1], mixed_nm)
-        distance = sketch_distance(mixed_nm)
-    return Choice(tuple(rounds), len(rounds), distance)
+        return measured(rounds(1), 1, seen)
+    if seen.sketches is None or _is_at_rest(seen, target):
+        held = min(max(1, state.held), q_max)
+        return measured(rounds(held), held, seen)
+    enough = max(target, _floor(seen.sketches))
+    mixed_nm = mix(schedule.round(seen.step), seen.sketches)
+    count, tried, distance = 1, 1, sketch_distance(mixed_nm)
+    # A matching may do nothing by itself: only a whole period without progress is the end of it.
+    while distance > enough and tried < q_max and tried - count < period:
+        mixed_nm = mix(schedule.round(seen.step + tried), mixed_nm)
+        tried += 1
+        closer = sketch_distance(mixed_nm)
+        if closer < (1 - _NOISE) * distance:
+            count, distance = tried, closer
+    return Choice(rounds(count), count, distance)
 
 
 def _thicken(
     schedule: Schedule,
-    exact: Round,
     denser: tuple[Round, ...],
     seen: Observation,
     target: float,
     state: State,
 ) -> Choice:
-    if target == 0:
-        return _measured((exact,), state.held, seen)
-    base = schedule.round(seen.step)
+    candidates = (schedule.round(seen.step), *denser)
     if math.isinf(target):
-        return _measured((base,), 0, seen)
-    candidates = (base, *denser)
-    index = state.held
-    if seen.sketches is not None:
-        last = len(candidates) - 1
-        while index < last and mixed_distance([candidates[index]], seen.sketches) > target:
-            index += 1
-        while (
-            index > 0
-            and mixed_distance([candidates[index - 1]], seen.sketches) <= _CHEAPER_BELOW * target
-        ):
-            index -= 1
-    return _measured((candidates[index],), index, seen)
+        return measured(candidates[:1], 0, seen)
+    last = len(candidates) - 1
+    index = min(max(0, state.held), last)
+    if seen.sketches is None or _is_at_rest(seen, target):
+        return measured((candidates[index],), index, seen)
+    floor = _floor(seen.sketches)
+    enough, cheaper = max(target, floor), max(_CHEAPER_BELOW * target, floor)
+    while index < last and mixed_distance([candidates[index]], seen.sketches) > enough:
+        index += 1
+    while index > 0 and mixed_distance([candidates[index - 1]], seen.sketches) <= cheaper:
+        index -= 1
+    return measured((candidates[index],), index, seen)
+
+
+def _is_at_rest(seen: Observation, target: float) -> bool:
+    """Whether a target is zero only because the learning rate is: then the last choice stays."""
+    return target == 0 and seen.lr == 0
+
+
+def _floor(sketches_nm: FloatArray) -> float:
+    return _NOISE * float(np.linalg.norm(sketches_nm)) / math.sqrt(len(sketches_nm))
 
 
 def _damp(
@@ -198,15 +219,9 @@ def _damp(
 ) -> Choice:
     round = schedule.round(seen.step)
     if seen.step < gamma.start or state.lr_max == 0:
-        return _measured((round,), 0, seen)
+        return measured((round,), 0, seen)
     share = (seen.lr / state.lr_max) ** gamma.p
-    return _measured((damped(round, share) if share < 1 else round,), 0, seen)
-
-
-def _measured(rounds: tuple[Round, ...], held: int, seen: Observation) -> Choice:
-    if seen.sketches is None:
-        return Choice(rounds, held)
-    return Choice(rounds, held, mixed_distance(rounds, seen.sketches))
+    return measured((damped(round, share) if share < 1 else round,), 0, seen)
 
 
 def _denser_than(
@@ -255,5 +270,6 @@ def _check_target(what: str, target: object) -> None:
 
 
 def _check_at_least(what: str, name: str, value: int, least: int) -> None:
+    check_kind(what, name, value, int)
     if value < least:
         raise UserError(f"{what} needs {name} of at least {least}, got {value}; use {least}")

@@ -15,11 +15,15 @@ import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple, Protocol, cast, final, runtime_checkable
+
+import numpy as np
 
 from gossamer.consensus.distance import sketch_distance
 from gossamer.consensus.targets import (
     Constant,
+    Exact,
     Needs,
     Observation,
     Phases,
@@ -28,7 +32,7 @@ from gossamer.consensus.targets import (
     calibrated,
     observed,
 )
-from gossamer.topology import Round, Schedule
+from gossamer.topology import Round, Schedule, complete
 from gossamer.topology.round import FloatArray
 from gossamer.topology.spectrum import mixing_rate
 
@@ -68,7 +72,8 @@ class Choice(NamedTuple):
 
 
 Choose = Callable[[Observation, float, State], Choice]
-"""An action on a schedule: from an observation, a target and the state to rounds."""
+"""An action on a schedule: from an observation, a target and the state to rounds. A target of 0 is
+a very small one; the exact average that ``Exact`` asks for is no business of an action."""
 
 
 @final
@@ -87,7 +92,7 @@ class Controller:
     choose: Choose
     schedule: Schedule
     interval: int = 1
-    _calibration: int = field(init=False, default=0)
+    _calibration: int = field(init=False)
 
     def __post_init__(self) -> None:
         parts = self.target.targets if isinstance(self.target, Phases) else (self.target,)
@@ -100,17 +105,30 @@ class Controller:
         """The state before step 0."""
         return State(calibrates_from=self._calibration // 2, calibrates_until=self._calibration)
 
+    @cached_property
+    def _exact(self) -> Round:
+        return complete(self.schedule.num_workers)
+
     def needs(self, step: int, state: State) -> Needs:
         """Return what is to be observed for a step; nothing but the learning rate in between."""
         return self.target.needs(state) if step % self.interval == 0 else Needs()
 
     def decide(self, seen: Observation, state: State) -> tuple[Decision, State]:
         """Return how to mix at this step, and what to remember."""
+        if seen.sketches is not None and not np.isfinite(seen.sketches).all():
+            seen = replace(seen, sketches=None)  # they overflowed, and tell nothing
         at = self.target.at if isinstance(self.target, Phases) else ()
         state = observed(state, seen, at, self._calibration)
         target = self.target.value(seen, state)
-        choice = self.choose(seen, target, state)
-        state = replace(calibrated(state, seen, choice.distance), held=choice.held)
+        part = self.target.current(state) if isinstance(self.target, Phases) else self.target
+        if isinstance(part, Exact):
+            # Only this one is beyond the limits of an action; a target that came out as 0 is not.
+            choice = measured((self._exact,), state.held, seen)
+        else:
+            choice = self.choose(seen, target, state)
+        if math.isinf(target):
+            state = calibrated(state, seen, choice.distance)
+        state = replace(state, held=choice.held)
         return Decision(choice.rounds, choice.distance, target), state
 
 
@@ -135,8 +153,15 @@ def mixed_distance(rounds: Sequence[Round], sketches_nm: FloatArray) -> float:
     return sketch_distance(sketches_nm)
 
 
+def measured(rounds: tuple[Round, ...], held: int, seen: Observation) -> Choice:
+    """Return these rounds as a choice, with the distance after them where sketches tell it."""
+    if seen.sketches is None:
+        return Choice(rounds, held)
+    return Choice(rounds, held, mixed_distance(rounds, seen.sketches))
+
+
 def _calibration(schedule: Schedule) -> int:
-    """Return how many plain steps a phase begins with: 4/p, so that the second half is stationary.
+    """Return how many plain steps a calibration takes: 4/p, so that the second half is stationary.
 
     A squared distance forgets its start at the rate p. Graphs so slow that this would be long are
     measured short of their full distance: the target is then tighter than asked for.

@@ -29,10 +29,11 @@ def phases(*targets: Target, at: tuple[int, ...] = ()) -> Phases:
 
 
 def auto() -> Phases:
-    """A quarter of Ξ_max in the first phase, plain gossip after it.
+    """A quarter of Ξ_max until the learning rate first falls to half or less, then plain gossip.
 
     Kong et al.'s guidance: what a first phase loses by distance is not regained, while a distance
-    in later phases costs nothing or helps (https://arxiv.org/abs/2102.04828).
+    in later phases costs nothing or helps (https://arxiv.org/abs/2102.04828). Where the rate decays
+    smoothly there is one phase.
     """
     return Phases((Constant(c=0.25), Plain()))
 
@@ -105,7 +106,6 @@ def _build(node: ast.Name | ast.Call) -> Control | Target:
         raise UserError(
             f"{name} takes {takes}, got {ast.unparse(call)!r}: {error}; give these"
         ) from None
-    _check_types(name, signature, bound.arguments)
     return build(*bound.args, **bound.kwargs)
 
 
@@ -121,19 +121,3 @@ def _value(name: str, node: ast.expr) -> Any:
         raise UserError(
             f"{name} takes numbers and controls, got {ast.unparse(node)!r}; write it out"
         ) from None
-
-
-_KINDS: dict[str, Callable[[Any], bool]] = {
-    "float": lambda value: type(value) in (int, float),
-    "str": lambda value: type(value) is str,
-    "int": lambda value: type(value) is int,
-    "tuple[int, ...]": lambda value: type(value) is tuple and all(type(v) is int for v in value),
-}
-
-
-def _check_types(name: str, signature: inspect.Signature, given: dict[str, Any]) -> None:
-    """Refuse a number of another kind than its parameter's; targets are checked by their users."""
-    for key, value in given.items():
-        kind = str(signature.parameters[key].annotation)
-        if kind in _KINDS and not _KINDS[kind](value):
-            raise UserError(f"{name} needs {kind} for {key}, got {value!r}; give that")

@@ -159,8 +159,8 @@ class CriticalState:
             point=tuple(point.tolist()),
             gradient=tuple(gradient.tolist()),
         )
-        if not self.point:
-            return state
+        if num_workers != self.num_workers:  # the mean of others is no step of the path
+            return replace(state, displacement=())
         moved = point - np.array(self.point)
         state = replace(state, displacement=tuple(moved.tolist()))
         if not self.displacement:

@@ -1,8 +1,9 @@
 """Targets: how far apart workers may be, at every step.
 
 A target is a frozen value that reads an observation and what a controller remembers, and says a
-distance: infinite asks for plain gossip, zero for the exact average. What a controller remembers is
-one small State for all of them, so a new target is one class here and one row in ``controls.py``.
+distance: infinite asks for plain gossip. Zero is a very small distance, to be met as far as limits
+allow; the exact average is what ``Exact`` asks for. What a controller remembers is one small State
+for all of them, so a new target is one class here and one row in ``controls.py``.
 """
 
 # n: workers, m: floats in a sketch
@@ -29,14 +30,15 @@ class Observation:
     """The step whose mixing is decided."""
 
     lr: float
-    """The learning rate of that step."""
+    """The learning rate of that step. Under awc, of the step before: the round of step t + 1 is
+    decided inside step t, before a scheduler moves."""
 
     sketches: FloatArray | None = None
     """Sketches [n, m] of what is to be mixed. Under awc, of what was to be mixed a step before: the
     round is chosen before the step that it mixes has been taken."""
 
     gradients: FloatArray | None = None
-    """Sketches [n, m] of each worker's gradient."""
+    """Sketches [n, m] of each worker's gradient; NaN for workers without one."""
 
     points: FloatArray | None = None
     """Sketches [n, m] of the parameters at which those gradients were taken; under awc these are
@@ -57,17 +59,17 @@ class State:
     """What a controller remembers between steps."""
 
     phase: int = 0
-    phase_lr: float = 0.0
-    """The highest learning rate of the phase so far."""
+    lr_before: float = 0.0
+    """The learning rate of the observation before; the last one above zero."""
 
     calibrates_from: int = 0
-    """The step from which the plain distance of the phase is measured."""
+    """The step from which the distance of plain gossip is measured."""
 
     calibrates_until: int = 0
-    """The step at which the phase's calibration ends."""
+    """The step at which calibration ends."""
 
     plain_total: float = 0.0
-    """Sum of (Ξ/η)² under plain gossip, in this phase's calibration."""
+    """Sum of (Ξ/η)² under plain gossip, in the second half of the calibration."""
 
     plain_count: int = 0
     lr_max: float = 0.0
@@ -79,6 +81,12 @@ class State:
     critical: CriticalState = field(default_factory=CriticalState)
     held: int = 0
     """What was chosen last, for steps at which nothing is observed."""
+
+    def plain_distance(self, step: int) -> float | None:
+        """Return Ξ/η of plain gossip, or None while it is not known."""
+        if step < self.calibrates_until or self.plain_count == 0:
+            return None
+        return math.sqrt(self.plain_total / self.plain_count)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain numbers, lists and dicts, for a checkpoint or JSON."""
@@ -109,7 +117,7 @@ class Target(Protocol):
     """How far apart workers may be after mixing."""
 
     def value(self, seen: Observation, state: State) -> float:
-        """Return the distance: infinite for plain gossip, zero for the exact average."""
+        """Return the distance: infinite for plain gossip."""
         ...
 
     def needs(self, state: State) -> Needs:
@@ -148,12 +156,13 @@ class Exact:
 @final
 @dataclass(frozen=True)
 class Constant:
-    """c·Ξ_max, a share of the distance that plain gossip has in this phase.
+    """c·Ξ_max, a share of the distance that plain gossip has.
 
-    Ξ_max is measured: the first steps of each phase run plain gossip, and Ξ/η is averaged over the
-    second half of them, when what the start or the phase before left behind has been mixed away.
-    Since Ξ is proportional to the learning rate η, Ξ_max is that average times the rate of the
-    step: warm-up and smooth schedules need no phases.
+    Ξ_max is measured, once: the first steps, or those of the first phase with such a target, run
+    plain gossip, and Ξ/η is averaged over the second half of them, when what the start or the phase
+    before left behind has been mixed away. Since Ξ is proportional to the learning rate η, Ξ_max is
+    that average times the rate of the step. Later phases keep the average: a new one would take
+    steps of plain gossip, without control.
     """
 
     c: float
@@ -163,9 +172,8 @@ class Constant:
 
     def value(self, seen: Observation, state: State) -> float:
         """c·Ξ_max; infinite during calibration."""
-        if seen.step < state.calibrates_until or state.plain_count == 0:
-            return math.inf
-        return self.c * math.sqrt(state.plain_total / state.plain_count) * seen.lr
+        plain = state.plain_distance(seen.step)
+        return math.inf if plain is None else self.c * plain * seen.lr
 
     def needs(self, state: State) -> Needs:
         """Sketches."""
@@ -221,13 +229,18 @@ class Phases:
     Args:
         targets: one per phase.
         at: the steps at which a new phase begins. Without them a phase begins where the learning
-            rate is down to half of the highest one of the phase before it.
+            rate falls to half or less from one step to the next; a smooth decay begins none, but
+            for its last steps where it ends at zero.
     """
 
     targets: tuple[Target, ...]
     at: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        check_kind("phases", "targets", self.targets, tuple)
+        check_kind("phases", "at", self.at, tuple)
+        for step in self.at:
+            check_kind("phases", "each step in at", step, int)
         if not self.targets or not all(_is_simple(target) for target in self.targets):
             raise UserError(
                 f"phases needs a target for each phase, got {self.targets}; "
@@ -246,13 +259,14 @@ class Phases:
 
     def value(self, seen: Observation, state: State) -> float:
         """What this phase's target says."""
-        return self._current(state).value(seen, state)
+        return self.current(state).value(seen, state)
 
     def needs(self, state: State) -> Needs:
         """What this phase's target reads."""
-        return self._current(state).needs(state)
+        return self.current(state).needs(state)
 
-    def _current(self, state: State) -> Target:
+    def current(self, state: State) -> Target:
+        """The target of this phase."""
         return self.targets[min(state.phase, len(self.targets) - 1)]
 
 
@@ -263,41 +277,58 @@ def observed(state: State, seen: Observation, at: tuple[int, ...], calibration: 
         state: what is remembered so far.
         seen: the observation.
         at: steps at which phases begin; empty to follow the learning rate.
-        calibration: how many steps at the start of a phase are plain.
+        calibration: how many steps a calibration takes.
     """
     if at:
         phase = sum(step <= seen.step for step in at)
     else:
-        phase = state.phase + (0 < seen.lr <= state.phase_lr / 2)
-    if phase != state.phase:
+        phase = state.phase + (0 < seen.lr <= state.lr_before / 2)
+    if phase != state.phase and state.plain_distance(seen.step) is None:
         state = replace(
             state,
-            phase=phase,
-            phase_lr=0.0,
             calibrates_from=seen.step + calibration // 2,
             calibrates_until=seen.step + calibration,
             plain_total=0.0,
             plain_count=0,
         )
-    state = replace(state, phase_lr=max(state.phase_lr, seen.lr), lr_max=max(state.lr_max, seen.lr))
-    if seen.gradients is not None:
-        square = float(np.sum(seen.gradients**2)) / len(seen.gradients)
-        state = replace(state, gradient2=state.gradient2.add(square))
-        if seen.points is not None:
-            state = replace(state, critical=state.critical.observe(seen.points, seen.gradients))
-    return state
+    state = replace(
+        state,
+        phase=phase,
+        lr_before=seen.lr or state.lr_before,
+        lr_max=max(state.lr_max, seen.lr),
+    )
+    return state if seen.gradients is None else _with_gradients(state, seen.gradients, seen.points)
+
+
+def _with_gradients(state: State, gradients_nm: FloatArray, points_nm: FloatArray | None) -> State:
+    """Return the state with one more observation of gradients; one that overflowed is left out.
+
+    Rows of nothing but NaN are of workers that have no gradient: the others tell enough.
+    """
+    present_n = ~np.isnan(gradients_nm).all(axis=1)
+    if points_nm is not None:
+        present_n &= ~np.isnan(points_nm).all(axis=1)
+        points_nm = points_nm[present_n]
+    gradients_nm = gradients_nm[present_n]
+    if not present_n.any() or not np.isfinite(gradients_nm).all():
+        return state
+    square = float(np.sum(gradients_nm**2)) / len(gradients_nm)
+    state = replace(state, gradient2=state.gradient2.add(square))
+    if points_nm is None or not np.isfinite(points_nm).all():
+        return state
+    return replace(state, critical=state.critical.observe(points_nm, gradients_nm))
 
 
 def calibrated(state: State, seen: Observation, distance: float) -> State:
-    """Return the state with one more plain distance, if this step calibrates.
+    """Return the state with one more distance of plain gossip, if this step calibrates.
 
     Args:
         state: what is remembered so far.
         seen: the observation.
-        distance: Ξ after the rounds of this step.
+        distance: Ξ after this step's one round of the schedule.
     """
-    open_window = seen.step < state.calibrates_until or state.plain_count == 0
-    if math.isnan(distance) or seen.lr == 0 or seen.step < state.calibrates_from or not open_window:
+    ends = seen.step < state.calibrates_from or state.plain_distance(seen.step) is not None
+    if ends or math.isnan(distance) or seen.lr == 0:
         return state
     total = state.plain_total + (distance / seen.lr) ** 2
     return replace(state, plain_total=total, plain_count=state.plain_count + 1)
@@ -307,6 +338,15 @@ def _is_simple(target: Any) -> bool:
     return isinstance(target, Target) and not isinstance(target, Phases)
 
 
+def check_kind(what: str, name: str, value: object, *kinds: type) -> None:
+    """Refuse a value of another kind; True is no number."""
+    if type(value) is bool or not isinstance(value, kinds):
+        raise UserError(
+            f"{what} needs {kinds[0].__name__} for {name}, got {value!r}; give one of that kind"
+        )
+
+
 def _check_positive(what: str, name: str, value: float, remedy: str) -> None:
+    check_kind(what, name, value, float, int)
     if not 0 < value < math.inf:
         raise UserError(f"{what} needs a finite {name} > 0, got {name}={value}; {remedy}")
