@@ -74,7 +74,15 @@ class Causal(nn.Module):
         return nn.functional.dropout(y, 0.2, self.training).squeeze(1)
 
 
+def padded(padding_idx: int) -> nn.Module:
+    model = Tokens(4, nn.Tanh())
+    model.embedding = nn.Embedding(tasks.VOCABULARY, 4, padding_idx=padding_idx)
+    return model
+
+
 ALL_LAYERS = ALL_TASKS | {
+    "embedding with padding": Task(lambda: padded(2), tasks.tokens),
+    "embedding with padding at the end": Task(lambda: padded(-1), tasks.tokens),
     "transformer with dropout": Task(lambda: tasks.transformer(dropout=0.3), tasks.tokens),
     "deep LSTM": Task(deep_lstm, tasks.tokens),
     "causal attention": Task(lambda: Tokens(4, Causal()), tasks.tokens),
@@ -160,6 +168,22 @@ def test_what_vmap_refuses_runs_in_a_loop() -> None:
     assert len(caught) == 1
     run(sim, task, steps=3)  # a second warning would be an error
     assert_same(sim, run(make(task, gradients="loop"), task))
+
+
+@pytest.mark.parametrize("option", [{"max_norm": 0.5}, {"scale_grad_by_freq": True}])
+def test_embeddings_that_vmap_would_get_wrong_run_in_a_loop(option: dict[str, Any]) -> None:
+    """One table of all workers has other norms and frequencies than a worker's own."""
+
+    def build() -> nn.Module:
+        model = Tokens(4, nn.Tanh())
+        model.embedding = nn.Embedding(tasks.VOCABULARY, 4, **option)
+        return model
+
+    task = Task(build, tasks.tokens)
+    sim = make(task)
+    with pytest.warns(UserWarning, match=r"layer 'embedding' \(Embedding\)"):
+        sim.step(*tasks.batches(task, 6, 0))
+    assert_same(run(sim, task, steps=3), run(make(task, gradients="loop"), task))
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5, 40])

@@ -85,6 +85,26 @@ def _dropout(
     return _DropoutUnderVmap.apply(x, p, lambda: mode.generators)
 
 
+def _embedding(
+    _: StackedKernels,
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    if max_norm is not None or scale_grad_by_freq or sparse:
+        raise NotImplementedError("an embedding has max_norm, scale_grad_by_freq or sparse")
+    y = F.embedding(input, weight)
+    if padding_idx is None:
+        return y
+    # torch's rule looks up in one table of all workers, where only worker 0's padding is known.
+    padding = padding_idx if padding_idx >= 0 else weight.shape[0] + padding_idx
+    return torch.where((input == padding).unsqueeze(-1), y.detach(), y)
+
+
 def _lstm(mode: StackedKernels, *args: Any) -> Any:
     if isinstance(args[1], Tensor):  # a packed sequence, whose arguments are others
         return torch.lstm(*args)
@@ -138,6 +158,7 @@ _KERNELS: dict[Any, Callable[..., Any]] = {
     F.linear: _linear,
     F.scaled_dot_product_attention: _attention,
     F.dropout: _dropout,
+    F.embedding: _embedding,
     F.multi_head_attention_forward: _multi_head_attention,
     torch.lstm: _lstm,
 }
