@@ -408,6 +408,35 @@ def test_centralized_is_one_batch(name: str, gradients: str) -> None:
     torch.testing.assert_close(central.average().state_dict(), model.state_dict(), **close)
 
 
+class Sum(nn.Module):
+    """Two parameters with one gradient, and one whose gradient is a number for all elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.ones(9)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scale, and shift."""
+        return x * (self.a + self.b) + self.c.sum()
+
+
+@pytest.mark.parametrize("gradients", ["vmap", "loop"])
+def test_centralized_gradients_that_share_memory(gradients: str) -> None:
+    """What autograd returns as one tensor is added up once for each parameter."""
+    task = Task(Sum, lambda w, t: (tasks.vectors(w, t)[0],) * 2, nn.functional.mse_loss)
+    options: dict[str, Any] = {"dtype": torch.float64, "gradients": gradients}
+    central = run(Centralized(task.make(), task.loss, sgd, 6, **options), task, steps=2)
+    model = task.make()
+    optimizer = sgd(model.parameters())
+    for step in range(2):
+        inputs, targets = tasks.batches(task, 6, step)
+        optimizer.zero_grad()
+        task.loss(model(inputs.flatten(0, 1)), targets.flatten(0, 1)).backward()
+        optimizer.step()
+    close: dict[str, Any] = {"rtol": 0, "atol": 1e-12}
+    torch.testing.assert_close(central.average().state_dict(), model.state_dict(), **close)
+
+
 @pytest.mark.parametrize("gradients", ["vmap", "loop"])
 def test_centralized_normalizes_as_ddp_does(gradients: str) -> None:
     """Each worker by its own batch; running statistics are worker 0's."""

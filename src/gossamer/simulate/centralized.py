@@ -115,8 +115,10 @@ class Centralized:
             mean = losses.sum() / self.num_workers
             grads: Any = torch.autograd.grad(mean, tuple(self._trained.values()), allow_unused=True)
             for p, grad in zip(self._trained.values(), grads, strict=True):
-                if grad is not None:
-                    p.grad = grad if p.grad is None else p.grad.add_(grad)
+                if grad is None:
+                    continue
+                # Gradients may share memory with each other, or be one number for many.
+                p.grad = grad.clone() if p.grad is None else p.grad.add_(grad)
             if index == 0 or (isinstance(index, slice) and index.start == 0):
                 for name, buffer in self._buffers.items():
                     buffer.copy_(buffers[name][0] if rows else buffers[name])
