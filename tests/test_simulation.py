@@ -18,7 +18,7 @@ from torch.optim import SGD, Adafactor, AdamW
 from gossamer import Simulation, decentralize
 from gossamer.errors import UserError
 from gossamer.simulate import Centralized, mix_, worker_seed
-from gossamer.topology import parse, ring
+from gossamer.topology import Round, parse, ring
 from tests import tasks
 from tests.catalogue import ALL_TOPOLOGIES
 from tests.ranks import run_ranks
@@ -335,6 +335,22 @@ def test_a_given_round_replaces_the_schedules() -> None:
         chosen.step(*batch, round=ring(6))
         scheduled.step(*batch)
     assert_same(chosen, scheduled, atol=0)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("round", [ring(5), ring(7), parse("complete", 5).round(0)])
+def test_a_given_round_must_be_on_all_workers(round: Round, order: str) -> None:
+    """Refused before anything has changed, whatever the kind of round."""
+    sim = run(make(CONVNET, order=order), CONVNET, steps=2)
+    before = copy.deepcopy(sim.state_dict())
+    message = f"on the 6 workers that it mixes, got one on {round.num_workers}"
+    with pytest.raises(UserError, match=message):
+        sim.step(*tasks.batches(CONVNET, 6, 2), round=round)
+    with pytest.raises(UserError, match=message):
+        mix_(sim.parameters["1.weight"], round)
+    after = sim.state_dict()
+    for part in ("parameters", "buffers"):
+        torch.testing.assert_close(after[part], before[part], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("optimizer", [AdamW, lambda p: Adafactor(p, lr=0.05)])

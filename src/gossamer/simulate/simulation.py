@@ -41,7 +41,7 @@ from gossamer.errors import UserError
 from gossamer.simulate.batches import check_workers, select
 from gossamer.simulate.gradients import Evaluate, Loss, PerWorker
 from gossamer.simulate.memory import chunk_bytes
-from gossamer.simulate.mixing import mix_
+from gossamer.simulate.mixing import check_round, mix_
 from gossamer.simulate.update import MakeOptimizer, make_update, try_out
 from gossamer.statistics import policy_of, running_statistics
 from gossamer.topology import Round, Schedule, as_schedule
@@ -181,6 +181,8 @@ class Simulation:
         Returns:
             Each worker's loss before the step, [W].
         """
+        if round is not None:
+            check_round(round, self.num_workers)
         # What neighbours get of statistics that are mixed while forward passes change them.
         sent = [s.clone() for s in self._statistics] if self._policy.mixed else []
         losses = self.gradient(inputs, targets)
@@ -240,6 +242,7 @@ class Simulation:
             round: on as many workers.
             sent: statistics as neighbours get them, one per statistic; by default as they are.
         """
+        check_round(round, self.num_workers)
         for parameter in self._parameters.values():
             mix_(parameter, round)
         if self._policy.mixed:
