@@ -406,6 +406,46 @@ def test_several_inputs_frozen_and_unused_parameters(gradients: str) -> None:
     assert not torch.equal(trained.get_parameter("left.weight"), model.left.weight)
 
 
+class Replaced(nn.Module):
+    """A layer with a running mean that is replaced, after its old value has been used."""
+
+    ema: Tensor
+
+    def __init__(self, grows: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(9, 7)
+        self.grows = grows
+        self.register_buffer("ema", torch.ones(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scale by the mean so far."""
+        y = self.linear(x)
+        scaled = y * self.ema
+        self.ema = 0.9 * self.ema + 0.1 * y.detach().mean(0)
+        if self.grows:
+            self.ema = torch.cat([self.ema, self.ema])
+        return scaled
+
+
+@pytest.mark.parametrize("gradients", ["vmap", "loop"])
+def test_buffers_that_a_forward_pass_replaces(gradients: str) -> None:
+    """Each worker keeps its own new one; worker 0's is the centralized model's."""
+    task = Task(Replaced, tasks.vectors)
+    sim = run(make(task, gradients=gradients), task)
+    models = tasks.train(task, parse("ring", 6), "awc", sgd, 4)
+    close: dict[str, Any] = {"rtol": 0, "atol": 1e-12}
+    for worker, model in enumerate(models):
+        torch.testing.assert_close(sim.worker(worker).state_dict(), model.state_dict(), **close)
+    central = Centralized(task.make(), task.loss, sgd, 6, dtype=torch.float64, gradients=gradients)
+    run(central, task, steps=1)
+    model = task.make()
+    model(task.batch(0, 0)[0])
+    torch.testing.assert_close(central.average().get_buffer("ema"), model.ema, **close)
+    task = Task(lambda: Replaced(grows=True), tasks.vectors)
+    with pytest.raises(UserError, match=r"shapes of buffers, got \(14,\) for 'ema' of \(7,\)"):
+        run(make(task, gradients=gradients), task, steps=1)
+
+
 @pytest.mark.parametrize("gradients", ["vmap", "loop", "auto"])
 @pytest.mark.parametrize("name", ["mlp", "lstm", "transformer"])
 def test_centralized_is_one_batch(name: str, gradients: str) -> None:

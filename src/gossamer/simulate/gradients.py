@@ -49,8 +49,10 @@ _TIMED_IN_LOOP = 8
 class Evaluate(Protocol):
     """Losses of one worker, or of a chunk of them: a leading dimension on everything."""
 
-    def __call__(self, parameters: Tensors, buffers: Tensors, inputs: Any, targets: Any) -> Tensor:
-        """Run the model and the loss."""
+    def __call__(
+        self, parameters: Tensors, buffers: dict[str, Tensor], inputs: Any, targets: Any
+    ) -> Tensor:
+        """Run the model and the loss; buffers that the model replaces are replaced in the dict."""
         ...
 
 
@@ -193,7 +195,7 @@ class PerWorker:
         try:
             for worker in workers:
                 generator.manual_seed(worker_seed(self._seed, worker, step))
-                backward(worker, self._evaluate)
+                backward(worker, self._evaluate_one)
         finally:
             generator.set_state(before)
 
@@ -204,27 +206,49 @@ class PerWorker:
             seeds = (worker_seed(self._seed, worker, step) for worker in workers)
             return [torch.Generator().manual_seed(seed) for seed in seeds]
 
-        def evaluate(parameters: Tensors, buffers: Tensors, inputs: Any, targets: Any) -> Tensor:
+        def evaluate(
+            parameters: Tensors, buffers: dict[str, Tensor], inputs: Any, targets: Any
+        ) -> Tensor:
             with StackedKernels(generators):
                 vectorized = torch.vmap(self._evaluate, in_dims=self._in_dims)
-                return vectorized(parameters, buffers, inputs, targets)
+                losses, replaced = vectorized(parameters, buffers, inputs, targets)
+            buffers.update(replaced)
+            return losses
 
         backward(index, evaluate)
 
-    def _evaluate(self, parameters: Tensors, buffers: Tensors, inputs: Any, targets: Any) -> Tensor:
+    def _evaluate_one(
+        self, parameters: Tensors, buffers: dict[str, Tensor], inputs: Any, targets: Any
+    ) -> Tensor:
+        loss, replaced = self._evaluate(parameters, buffers, inputs, targets)
+        buffers.update(replaced)
+        return loss
+
+    def _evaluate(
+        self, parameters: Tensors, buffers: Tensors, inputs: Any, targets: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return a worker's loss, and the buffers that its forward pass has replaced."""
         args, kwargs = (), {}
         if isinstance(inputs, dict):
             kwargs = inputs
         else:
             args = inputs if isinstance(inputs, tuple) else (inputs,)
-        output = functional_call(self._model, {**parameters, **buffers}, args, kwargs)
+        tensors = {**parameters, **buffers}
+        output = functional_call(self._model, tensors, args, kwargs)
+        replaced = {n: tensors[n].detach() for n, b in buffers.items() if tensors[n] is not b}
+        for name, new in replaced.items():
+            if new.shape != buffers[name].shape:
+                raise UserError(
+                    f"a forward pass must keep the shapes of buffers, got {tuple(new.shape)} for "
+                    f"{name!r} of {tuple(buffers[name].shape)}; register it in its final shape"
+                )
         loss = self._loss(output, targets)
         if loss.dim():
             raise UserError(
                 f"loss(output, target) must return a scalar, the mean over a worker's batch, got "
                 f"shape {tuple(loss.shape)}; call .mean() on it"
             )
-        return loss
+        return loss, replaced
 
     def _where(self, error: BaseException) -> str:
         """Name the innermost layer that an exception came through."""

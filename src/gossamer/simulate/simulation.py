@@ -218,7 +218,8 @@ class Simulation:
 
         def backward(index: int | slice, evaluate: Evaluate) -> None:
             leaves = {n: p.detach()[index].requires_grad_() for n, p in self._parameters.items()}
-            buffers = {name: buffer[index] for name, buffer in self._buffers.items()}
+            given = {name: buffer[index] for name, buffer in self._buffers.items()}
+            buffers = dict(given)
             batch = select((inputs, targets), index, first.dtype)
             losses = evaluate(leaves, buffers, *batch)
             losses_W[index] = losses.detach()
@@ -229,6 +230,10 @@ class Simulation:
                 if grad is not None:
                     used.add(name)
                 _store_(self._parameters[name], index, grad)
+            for name, buffer in self._buffers.items():
+                # Not before the backward pass, which may need the old ones.
+                if buffers[name] is not given[name]:
+                    buffer[index] = buffers[name]
 
         self._per_worker.run(self.num_steps, self._buffers, backward)
         for name in self._parameters.keys() - used:  # as in torch: an optimizer leaves it alone
