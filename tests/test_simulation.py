@@ -406,6 +406,39 @@ def test_several_inputs_frozen_and_unused_parameters(gradients: str) -> None:
     assert not torch.equal(trained.get_parameter("left.weight"), model.left.weight)
 
 
+class Twice(nn.Module):
+    """One layer under two names, one weight in two layers, and an activation that is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, norm, second = nn.Linear(9, 9), nn.BatchNorm1d(9), nn.Linear(9, 9)
+        second.weight = first.weight
+        self.layers = nn.Sequential(first, norm, nn.Tanh(), first, norm, second)
+        self.last = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Keep what comes out."""
+        self.last = self.layers(x)
+        return self.last
+
+
+@pytest.mark.parametrize("gradients", ["vmap", "loop"])
+def test_shared_layers_and_what_a_forward_pass_leaves_behind(gradients: str) -> None:
+    """Workers equal separate modules, and copies of them can be had after a step."""
+    task = Task(Twice, tasks.vectors)
+    models = tasks.train(task, parse("ring", 6), "atc", sgd, 4)
+    close: dict[str, Any] = {"rtol": 0, "atol": 1e-10}
+    sim = run(make(task, order="atc", gradients=gradients), task)
+    for worker, model in enumerate(models):
+        torch.testing.assert_close(sim.worker(worker).state_dict(), model.state_dict(), **close)
+    assert sim.average()(tasks.vectors(0, 0)[0]).shape == (tasks.BATCH, 9)
+    central = Centralized(task.make(), task.loss, sgd, 6, gradients=gradients, dtype=torch.float64)
+    run(central, task)
+    model = central.average()
+    assert model(tasks.vectors(0, 0)[0]).shape == (tasks.BATCH, 9)
+    torch.testing.assert_close(dict(model.named_parameters()), central.parameters, **close)
+
+
 class Replaced(nn.Module):
     """A layer with a running mean that is replaced, after its old value has been used."""
 

@@ -8,6 +8,7 @@ activations leave the cache. Chunks also bound the memory that a step needs.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
 import math
@@ -97,7 +98,11 @@ class PerWorker:
     ) -> None:
         if method not in _METHODS:
             raise UserError(f"gradients must be one of {', '.join(_METHODS)}, got {method!r}")
-        self._model = model
+        # A copy of its own, because what ran under vmap may stay in it: a cached activation, or a
+        # parameter of a module that is there twice, which functional_call does not put back. For
+        # the same reason names of one tensor are found here, once.
+        self._model = copy.deepcopy(model)
+        self._names = _names(self._model)
         self._loss = loss
         self._num_workers = num_workers
         self._seed = seed
@@ -233,8 +238,9 @@ class PerWorker:
             kwargs = inputs
         else:
             args = inputs if isinstance(inputs, tuple) else (inputs,)
-        tensors = {**parameters, **buffers}
-        output = functional_call(self._model, tensors, args, kwargs)
+        given = {**parameters, **buffers}
+        tensors = {name: given[first] for name, first in self._names.items() if first in given}
+        output = functional_call(self._model, tensors, args, kwargs, tie_weights=False)
         replaced = {n: tensors[n].detach() for n, b in buffers.items() if tensors[n] is not b}
         for name, new in replaced.items():
             if new.shape != buffers[name].shape:
@@ -261,6 +267,16 @@ class PerWorker:
                 found = f"layer {names[id(module)] or 'model'!r} ({type(module).__name__})"
             trace = trace.tb_next
         return found
+
+
+def _names(model: nn.Module) -> dict[str, str]:
+    """Return the first name of the same tensor, by name of parameter or buffer."""
+    first: dict[int, str] = {}
+    named = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
 
 
 @contextmanager
