@@ -201,9 +201,29 @@ def by_shape(params: Any) -> SGD:
     return SGD([*groups, {"params": [p for p in params if p.dim() <= 1]}], lr=0.1)
 
 
+class Clipped(SGD):
+    """Gradients of all that it holds are clipped to a joint norm."""
+
+    def __init__(self, params: Any, max_norm: float, after: int = 0) -> None:
+        super().__init__(params, lr=0.1)
+        self.max_norm, self.left = max_norm, after
+
+    def step(self, closure: Any = None) -> Any:
+        """Clip, then step."""
+        self.left -= 1
+        if self.left < 0:
+            held = [p for group in self.param_groups for p in group["params"]]
+            nn.utils.clip_grad_norm_(held, self.max_norm)
+        return super().step(closure)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "per_worker"),
     [
+        *((lambda p, c=c: Clipped(p, c), True) for c in (1e-4, 1e-2, 1.0, 10.0, 1e4, 1e6)),
+        (lambda p: Clipped(p, 0.1, after=3), True),
+        (lambda p: SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-2, fused=True), False),
+        (lambda p: torch.optim.RMSprop(p, lr=0.01), False),
         (lambda p: Adafactor(p, lr=0.05), True),
         (by_shape, True),
         (lambda p: AdamW([{"params": p[:2], "lr": 0.1}, {"params": p[2:]}], lr=0.01), False),
