@@ -243,6 +243,36 @@ def test_an_optimizer_per_worker_where_it_must_be(
     assert (first.dim() == 2) == per_worker
 
 
+class Largest(torch.optim.Optimizer):
+    """Divides by the largest norm so far and by the count of steps, both kept in its groups."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "count": 0, "largest": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Step by the rate over both."""
+        for group in self.param_groups:
+            norm = sum(float(p.grad.norm()) for p in group["params"])
+            group["count"] += 1
+            group["largest"] = max(group["largest"], norm)
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"] / group["largest"] / group["count"])
+
+
+def test_what_an_optimizer_keeps_in_its_groups_is_each_workers_own() -> None:
+    """Counts and norms stay apart; a rate that a scheduler changes is changed for all, once."""
+    sim = run(make(optimizer=Largest, order="atc"))
+    models = tasks.train(MLP, parse("ring", 6), "atc", Largest, 4)
+    close: dict[str, Any] = {"rtol": 0, "atol": 1e-10}
+    for worker, model in enumerate(models):
+        torch.testing.assert_close(sim.worker(worker).state_dict(), model.state_dict(), **close)
+    sim.optimizer.param_groups[0]["lr"] = 0.02
+    groups = [w["param_groups"][0] for w in sim.state_dict()["optimizer"]["workers"]]
+    assert {(group["lr"], group["count"]) for group in groups} == {(0.02, 4)}
+    assert len({group["largest"] for group in groups}) == 6
+
+
 @pytest.mark.parametrize("optimizer", [sgd, lambda p: Adafactor(p, lr=0.05)])
 def test_learning_rate_schedulers_reach_all_workers(optimizer: Callable[[Any], Any]) -> None:
     """A torch scheduler on sim.optimizer: with a rate of zero no worker moves."""

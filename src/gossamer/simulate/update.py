@@ -8,6 +8,7 @@ own. Which of the two it is, is found by trying it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol, TypeAlias, final
@@ -121,7 +122,11 @@ class StackedUpdate:
 
 @final
 class PerWorkerUpdate:
-    """An optimizer per worker, on slices of stacked parameters; all follow the first's settings."""
+    """An optimizer per worker, on slices of stacked parameters.
+
+    What is changed from outside in the first's settings is changed in all; what an optimizer itself
+    keeps among its settings is its own.
+    """
 
     def __init__(self, make: MakeOptimizer, stacked: list[nn.Parameter]) -> None:
         self._stacked = stacked
@@ -131,26 +136,43 @@ class PerWorkerUpdate:
         ]
         self._optimizers = [build(make, own) for own in self._own]
         self.optimizer = self._optimizers[0]
+        self._known = self._settings()
+        """The first's settings after its last step."""
 
     def step(self) -> None:
         """Step all workers from the stacked gradients."""
+        self._share_changes()
         for i, (own, optimizer) in enumerate(zip(self._own, self._optimizers, strict=True)):
             for p, q in zip(own, self._stacked, strict=True):
                 p.grad = None if q.grad is None else q.grad[i]
-            for group, first in zip(
-                optimizer.param_groups, self.optimizer.param_groups, strict=True
-            ):
-                group.update({k: v for k, v in first.items() if k != "params"})
             optimizer.step()
+        self._known = self._settings()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all optimizers."""
+        self._share_changes()
         return {"workers": [optimizer.state_dict() for optimizer in self._optimizers]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state."""
         for optimizer, own in zip(self._optimizers, state["workers"], strict=True):
             optimizer.load_state_dict(own)
+        self._known = self._settings()
+
+    def _settings(self) -> list[dict[str, Any]]:
+        groups = self.optimizer.param_groups
+        return [
+            copy.deepcopy({k: v for k, v in group.items() if k != "params"}) for group in groups
+        ]
+
+    def _share_changes(self) -> None:
+        """Give all workers what a user or a scheduler has changed since the last step."""
+        now = self._settings()
+        for i, (new, known) in enumerate(zip(now, self._known, strict=True)):
+            changed = {k: v for k, v in new.items() if k not in known or _differ(v, known[k])}
+            for optimizer in self._optimizers[1:]:
+                optimizer.param_groups[i].update(copy.deepcopy(changed))
+        self._known = now
 
 
 def build(make: MakeOptimizer, parameters: list[nn.Parameter]) -> Optimizer:
@@ -177,6 +199,12 @@ def _step(optimizer: Optimizer, parameters: list[nn.Parameter], grads: list[Tens
     for p, grad in zip(parameters, grads, strict=True):
         p.grad = grad
     optimizer.step()
+
+
+def _differ(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return not torch.equal(a, b)
+    return bool(a != b)
 
 
 def _agrees(
