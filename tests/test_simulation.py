@@ -80,6 +80,73 @@ def padded(padding_idx: int) -> nn.Module:
     return model
 
 
+class Attention(nn.Module):
+    """Attention of a kind that is given, where the first of a sequence may attend to nothing."""
+
+    def __init__(self, dims: int, mask: str = "none", **options: Any) -> None:
+        super().__init__()
+        self.query, self.dims, self.mask, self.options = nn.Linear(4, 4), dims, mask, options
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend once."""
+        q = self.query(x)
+        q = q.unsqueeze(1) if self.dims == 4 else q
+        allowed = torch.ones(tasks.TIME, tasks.TIME, dtype=torch.bool).tril(-1)
+        added = torch.zeros(allowed.shape, dtype=x.dtype).masked_fill(~allowed, -math.inf)
+        mask = {"none": None, "bool": allowed, "float": added}[self.mask]
+        y = nn.functional.scaled_dot_product_attention(q, q, q, mask, **self.options)
+        return x + (y.squeeze(1) if self.dims == 4 else y)
+
+
+class Dropouts(nn.Module):
+    """Dropout in place, with everything dropped, with nothing dropped; arguments by their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Use what has been changed in place."""
+        y = nn.functional.linear(input=x, weight=self.linear.weight, bias=self.linear.bias)
+        z = nn.functional.dropout(input=y, p=0.5, inplace=True)
+        z = z + nn.functional.dropout(y, 1.0) + nn.functional.dropout(y, 0.0)
+        return y + nn.functional.dropout(z, 0.3) + nn.functional.dropout(2 * z, 1.0, inplace=True)
+
+
+ALL_ATTENTION: dict[str, Callable[[], nn.Module]] = {
+    "bool mask": lambda: Attention(4, "bool"),
+    "bool mask, three dimensions": lambda: Attention(3, "bool"),
+    "float mask, three dimensions": lambda: Attention(3, "float"),
+    "bool mask, dropout": lambda: Attention(4, "bool", dropout_p=0.3),
+    "float mask, dropout": lambda: Attention(4, "float", dropout_p=0.3),
+    "scale of zero": lambda: Attention(4, scale=0.0),
+    "scale of zero, three dimensions": lambda: Attention(3, scale=0.0),
+    "scale, dropout": lambda: Attention(4, scale=2.0, dropout_p=0.3, is_causal=True),
+    "everything dropped": lambda: Attention(4, dropout_p=1.0),
+    "dropout in other ways": Dropouts,
+}
+
+
+@pytest.mark.parametrize("name", ALL_ATTENTION)
+def test_kernels_are_torchs_functions(name: str) -> None:
+    """Rows that are masked, options at their limits, arguments by name: as in the loop."""
+    task = Task(lambda: Tokens(4, ALL_ATTENTION[name]()), tasks.tokens)
+    together = run(make(task, gradients="vmap"), task)
+    assert all(bool(p.isfinite().all()) for p in together.parameters.values())
+    assert_same(together, run(make(task, gradients="loop"), task))
+    assert together.state_dict()["gradients"]["chunk"] > 0
+
+
+@pytest.mark.parametrize("options", [{"dims": 3}, {"dims": 4, "dropout_p": 0.3}])
+def test_kernels_refuse_what_torch_refuses(options: dict[str, Any]) -> None:
+    """A mask beside is_causal is torch's error, whatever the method."""
+    body = Attention(mask="bool", is_causal=True, **options)
+    task = Task(lambda: Tokens(4, body), tasks.tokens)
+    for gradients in ("vmap", "loop"):
+        with pytest.raises(RuntimeError, match="attn_mask should not be set when is_causal"):
+            run(make(task, gradients=gradients), task, steps=1)
+
+
 ALL_LAYERS = ALL_TASKS | {
     "embedding with padding": Task(lambda: padded(2), tasks.tokens),
     "embedding with padding at the end": Task(lambda: padded(-1), tasks.tokens),
