@@ -89,12 +89,12 @@ class Centralized:
 
     def step(self, inputs: Any, targets: Any) -> Tensor:
         """Train for one step; arguments and result as in ``Simulation.step``."""
-        losses = self.gradient(inputs, targets)
+        losses = self._gradient(inputs, targets)
         self.optimizer.step()
         self.num_steps += 1
         return losses
 
-    def gradient(self, inputs: Any, targets: Any) -> Tensor:
+    def _gradient(self, inputs: Any, targets: Any) -> Tensor:
         """Compute each worker's loss and the mean gradient; return the losses, [W]."""
         check_workers(inputs, "inputs", self.num_workers)
         check_workers(targets, "targets", self.num_workers)

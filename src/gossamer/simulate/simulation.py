@@ -185,7 +185,7 @@ class Simulation:
             check_round(round, self.num_workers)
         # What neighbours get of statistics that are mixed while forward passes change them.
         sent = [s.clone() for s in self._statistics] if self._policy.mixed else []
-        losses = self.gradient(inputs, targets)
+        losses = self._gradient(inputs, targets)
         self._plan.before_update(self.num_steps)
         self._mix_and_update(round, sent)
         self.num_steps += 1
@@ -194,21 +194,21 @@ class Simulation:
     def _adapt_while_combine(self, given: Round | None, sent: list[Tensor]) -> None:
         rounds = self._next_rounds if given is None else (given,)
         for round in rounds if self.num_steps > 0 else ():
-            self.mix(round, sent)
+            self._mix(round, sent)
         self._update_and_measure()
         self._next_rounds = self._plan.rounds(self.num_steps + 1)
 
     def _adapt_then_combine(self, given: Round | None, sent: list[Tensor]) -> None:
         self._update_and_measure()
         for round in self._plan.rounds(self.num_steps) if given is None else (given,):
-            self.mix(round)
+            self._mix(round)
 
     def _update_and_measure(self) -> None:
-        self.update()
+        self._update.step()
         if self._norms_every and self.num_steps % self._norms_every == 0:
             self.last_norms = tensor_norms([*self._parameters.values()])
 
-    def gradient(self, inputs: Any, targets: Any) -> Tensor:
+    def _gradient(self, inputs: Any, targets: Any) -> Tensor:
         """Compute each worker's loss and gradient at its own parameters; return the losses."""
         check_workers(inputs, "inputs", self.num_workers)
         check_workers(targets, "targets", self.num_workers)
@@ -240,14 +240,13 @@ class Simulation:
             self._parameters[name].grad = None
         return losses_W
 
-    def mix(self, round: Round, sent: Sequence[Tensor] = ()) -> None:
+    def _mix(self, round: Round, sent: Sequence[Tensor] = ()) -> None:
         """Mix all parameters with a round, and statistics where they are mixed.
 
         Args:
             round: on as many workers.
             sent: statistics as neighbours get them, one per statistic; by default as they are.
         """
-        check_round(round, self.num_workers)
         for parameter in self._parameters.values():
             mix_(parameter, round)
         if self._policy.mixed:
@@ -260,10 +259,6 @@ class Simulation:
                 now.copy_(before + change)
         self._copies_sent += round.copies_sent
         self._messages_sent += round.messages_sent
-
-    def update(self) -> None:
-        """Take the optimizer's step on all workers."""
-        self._update.step()
 
     @torch.no_grad()
     def consensus_distance(self) -> float:
