@@ -6,6 +6,7 @@ import copy
 import math
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from torch.optim import SGD, Adafactor, AdamW
 from gossamer import Simulation, decentralize
 from gossamer.errors import UserError
 from gossamer.simulate import Centralized, mix_, worker_seed
+from gossamer.simulate.memory import free_bytes, group_bytes
 from gossamer.topology import Round, parse, ring
 from tests import tasks
 from tests.catalogue import ALL_TOPOLOGIES
@@ -165,6 +167,40 @@ def test_together_equals_one_by_one(name: str) -> None:
     assert together.state_dict()["gradients"]["chunk"] > 0
 
 
+def test_memory_is_that_of_the_control_group(tmp_path: Path) -> None:
+    """Its limit less what it uses, without files that it can drop; infinite without a limit."""
+    assert group_bytes(tmp_path) == math.inf
+    (tmp_path / "memory.max").write_text("max\n")
+    assert group_bytes(tmp_path) == math.inf
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("700\n")
+    (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 150\n")
+    assert group_bytes(tmp_path) == 450
+    assert free_bytes() > 0
+
+
+def test_a_worker_that_does_not_fit_is_tried_alone_and_said() -> None:
+    """No more than one worker at a time, and one warning."""
+    evaluated: list[int] = []
+
+    class Wide(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            evaluated.append(torch._C._functorch.get_unwrapped(input).shape[0])
+            return super().forward(input).tanh().tanh()
+
+    task = Task(lambda: Wide(9, 7), tasks.vectors)
+    sim = make(task)
+    stacked = 3 * sum(p.nbytes for p in sim.parameters.values())
+    sim = make(task, memory_gb=(stacked + 200) / 1e9)
+    with pytest.warns(UserWarning, match="activations of one worker take about .* MB") as caught:
+        run(sim, task, steps=1)
+    assert len(caught) == 1
+    run(sim, task, steps=3)
+    assert set(evaluated) == {1}
+    assert_same(sim, run(make(task), task))
+
+
+@pytest.mark.filterwarnings("ignore:activations of one worker")
 @pytest.mark.parametrize("name", ALL_LAYERS)
 def test_chunks_change_nothing(name: str) -> None:
     """Bounded memory makes chunks of fewer workers, which compute the same."""

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from gossamer.errors import UserError
 from gossamer.simulate.batches import check_workers, select
 from gossamer.simulate.gradients import Evaluate, Loss, PerWorker
-from gossamer.simulate.memory import chunk_bytes
+from gossamer.simulate.memory import room
 from gossamer.simulate.update import MakeOptimizer, build, try_out
 
 
@@ -72,7 +72,7 @@ class Centralized:
             seed=seed,
             method=gradients,
             one_model=True,
-            chunk_bytes=chunk_bytes(memory_gb, model_bytes, state_bytes, 1),
+            room=room(memory_gb, model_bytes, state_bytes, 1),
         )
 
     @property

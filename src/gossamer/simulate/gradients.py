@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-import math
 import time
 import warnings
 from collections.abc import Callable, Generator, Mapping
@@ -25,6 +24,7 @@ from torch.func import functional_call  # pyright: ignore[reportPrivateImportUsa
 
 from gossamer.errors import UserError
 from gossamer.simulate.kernels import StackedKernels
+from gossamer.simulate.memory import Room
 
 _log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class PerWorker:
         seed: of what forward passes draw.
         method: ``"vmap"``, ``"loop"``, or ``"auto"`` to time both and keep the faster.
         one_model: whether all workers have the same parameters, without a leading dimension.
-        chunk_bytes: most memory for the activations of workers that go together.
+        room: memory for the activations of workers that go together.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class PerWorker:
         seed: int,
         method: str,
         one_model: bool = False,
-        chunk_bytes: float = math.inf,
+        room: Room,
     ) -> None:
         if method not in _METHODS:
             raise UserError(f"gradients must be one of {', '.join(_METHODS)}, got {method!r}")
@@ -106,7 +106,7 @@ class PerWorker:
         self._loss = loss
         self._num_workers = num_workers
         self._seed = seed
-        self._chunk_bytes = chunk_bytes
+        self._room = room
         self._in_dims = (None if one_model else 0, 0, 0, 0)
         self._chosen: int | None = _LOOP if method == "loop" else None
         """Workers that go together, or _LOOP; None until it is known."""
@@ -142,7 +142,36 @@ class PerWorker:
 
     def _probe(self, step: int, buffers: Tensors, backward: Backward) -> int:
         """Try a few workers under vmap, set the size of chunks; return how many have been done."""
-        index = slice(0, min(_PROBED, self._num_workers))
+        done, per_worker = 0, 0.0
+        for stop in (1, _PROBED):  # one alone first, in case that there is no room for more
+            index = slice(done, min(stop, self._num_workers))
+            num = index.stop - done
+            if num == 0 or (done and num * per_worker > self._room.good):
+                break
+            saved_bytes = self._try_together(step, index, buffers, backward)
+            done = index.stop
+            if self._chosen == _LOOP:
+                return done
+            per_worker = max(1, saved_bytes / num)
+        if per_worker > self._room.most:
+            warnings.warn(
+                f"activations of one worker take about {per_worker / 1e6:.3g} MB, more than the "
+                f"{self._room.most / 1e6:.3g} MB that there are for them; workers go one at a "
+                "time and take it all the same: use smaller batches or more memory_gb",
+                stacklevel=5,
+            )
+        sizes = (min(size, self._room.good) / per_worker for size in _CHUNK_BYTES)
+        self._candidates = list(
+            dict.fromkeys(max(1, min(self._num_workers, int(s))) for s in sizes)
+        )
+        if not self._timed or self._num_workers == 1:
+            self._chosen = self._candidates[0]
+        return done
+
+    def _try_together(
+        self, step: int, index: slice, buffers: Tensors, backward: Backward
+    ) -> float:
+        """Run workers under vmap and return the bytes they kept, or in the loop from now on."""
         before = {name: buffer[index].clone() for name, buffer in buffers.items()}
         try:
             with _counted() as saved:
@@ -150,22 +179,15 @@ class PerWorker:
         except Exception as error:  # whatever vmap and a model may raise at each other
             for name, buffer in buffers.items():
                 buffer[index] = before[name]
-            self._run(step, range(index.stop), _LOOP, backward)  # raises what is not vmap's doing
+            # Raises what is not vmap's doing.
+            self._run(step, range(index.start, index.stop), _LOOP, backward)
             self._chosen = _LOOP
             warnings.warn(
                 f"workers run one after the other, because {self._where(error)} does what "
                 f"torch.vmap refuses: {str(error)[:200] or type(error).__name__}",
-                stacklevel=5,
+                stacklevel=6,
             )
-            return index.stop
-        per_worker = max(1, sum(saved.values()) / index.stop)
-        sizes = (min(size, self._chunk_bytes) / per_worker for size in _CHUNK_BYTES)
-        self._candidates = list(
-            dict.fromkeys(max(1, min(self._num_workers, int(s))) for s in sizes)
-        )
-        if not self._timed or self._num_workers == 1:
-            self._chosen = self._candidates[0]
-        return index.stop
+        return sum(saved.values())
 
     def _time(self, step: int, start: int, backward: Backward) -> None:
         """Time some workers in the loop and the others in chunks of one size; choose at the end."""

@@ -40,7 +40,7 @@ from gossamer.consensus import (
 from gossamer.errors import UserError
 from gossamer.simulate.batches import check_workers, select
 from gossamer.simulate.gradients import Evaluate, Loss, PerWorker
-from gossamer.simulate.memory import chunk_bytes
+from gossamer.simulate.memory import room
 from gossamer.simulate.mixing import check_round, mix_
 from gossamer.simulate.update import MakeOptimizer, make_update, try_out
 from gossamer.statistics import policy_of, running_statistics
@@ -109,7 +109,7 @@ class Simulation:
                 "the model must have trainable parameters, got none; set requires_grad on some"
             )
         trial = try_out(optimizer, list(trained.values()))
-        room = chunk_bytes(
+        left = room(
             memory_gb,
             _bytes(trained.values()),
             _bytes(self._model.buffers()) + trial.state_bytes,
@@ -127,7 +127,7 @@ class Simulation:
             num_workers=workers,
             seed=seed,
             method=gradients,
-            chunk_bytes=room,
+            room=left,
         )
         self._next_rounds: tuple[Round, ...] = ()
         """What awc's next step mixes with."""
