@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import get_unwrapped
 from torch.distributed import ProcessGroup
 from torch.optim import SGD, Adafactor, AdamW
 
@@ -185,7 +186,7 @@ def test_a_worker_that_does_not_fit_is_tried_alone_and_said() -> None:
 
     class Wide(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
-            evaluated.append(torch._C._functorch.get_unwrapped(input).shape[0])
+            evaluated.append(get_unwrapped(input).shape[0])
             return super().forward(input).tanh().tanh()
 
     task = Task(lambda: Wide(9, 7), tasks.vectors)
@@ -666,7 +667,12 @@ class Sum(nn.Module):
 @pytest.mark.parametrize("gradients", ["vmap", "loop"])
 def test_centralized_gradients_that_share_memory(gradients: str) -> None:
     """What autograd returns as one tensor is added up once for each parameter."""
-    task = Task(Sum, lambda w, t: (tasks.vectors(w, t)[0],) * 2, nn.functional.mse_loss)
+
+    def batch(worker: int, step: int) -> tuple[Tensor, Tensor]:
+        inputs, _ = tasks.vectors(worker, step)
+        return inputs, inputs.flip(0)
+
+    task = Task(Sum, batch, nn.functional.mse_loss)
     options: dict[str, Any] = {"dtype": torch.float64, "gradients": gradients}
     central = run(Centralized(task.make(), task.loss, sgd, 6, **options), task, steps=2)
     model = task.make()

@@ -168,14 +168,13 @@ class PerWorker:
             self._chosen = self._candidates[0]
         return done
 
-    def _try_together(
-        self, step: int, index: slice, buffers: Tensors, backward: Backward
-    ) -> float:
+    def _try_together(self, step: int, index: slice, buffers: Tensors, backward: Backward) -> float:
         """Run workers under vmap and return the bytes they kept, or in the loop from now on."""
         before = {name: buffer[index].clone() for name, buffer in buffers.items()}
         try:
             with _counted() as saved:
                 self._together(step, index, backward)
+            return sum(saved.values())
         except Exception as error:  # whatever vmap and a model may raise at each other
             for name, buffer in buffers.items():
                 buffer[index] = before[name]
@@ -187,7 +186,7 @@ class PerWorker:
                 f"torch.vmap refuses: {str(error)[:200] or type(error).__name__}",
                 stacklevel=6,
             )
-        return sum(saved.values())
+            return 0.0
 
     def _time(self, step: int, start: int, backward: Backward) -> None:
         """Time some workers in the loop and the others in chunks of one size; choose at the end."""

@@ -25,9 +25,7 @@ class Room(NamedTuple):
     """What there is."""
 
 
-def room(
-    memory_gb: float | None, model_bytes: int, state_bytes: int, num_workers: int
-) -> Room:
+def room(memory_gb: float | None, model_bytes: int, state_bytes: int, num_workers: int) -> Room:
     """Return what is left for activations.
 
     Args:
