@@ -375,7 +375,7 @@ def _store_(parameter: nn.Parameter, index: Any, grad: Tensor | None) -> None:
     if grad is not None:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        parameter.grad[index].copy_(grad)
+        parameter.grad[index].copy_(grad.to_dense() if grad.is_sparse else grad)
     elif parameter.grad is not None:
         parameter.grad[index].zero_()
 
