@@ -6,19 +6,22 @@ import copy
 import math
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import get_unwrapped
 from torch.distributed import ProcessGroup
 from torch.optim import SGD, Adafactor, AdamW
 
 from gossamer import Simulation, decentralize
 from gossamer.errors import UserError
 from gossamer.simulate import Centralized, mix_, worker_seed
-from gossamer.topology import parse, ring
+from gossamer.simulate.memory import free_bytes, group_bytes
+from gossamer.topology import Round, parse, ring
 from tests import tasks
 from tests.catalogue import ALL_TOPOLOGIES
 from tests.ranks import run_ranks
@@ -74,7 +77,82 @@ class Causal(nn.Module):
         return nn.functional.dropout(y, 0.2, self.training).squeeze(1)
 
 
+def padded(padding_idx: int) -> nn.Module:
+    model = Tokens(4, nn.Tanh())
+    model.embedding = nn.Embedding(tasks.VOCABULARY, 4, padding_idx=padding_idx)
+    return model
+
+
+class Attention(nn.Module):
+    """Attention of a kind that is given, where the first of a sequence may attend to nothing."""
+
+    def __init__(self, dims: int, mask: str = "none", **options: Any) -> None:
+        super().__init__()
+        self.query, self.dims, self.mask, self.options = nn.Linear(4, 4), dims, mask, options
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend once."""
+        q = self.query(x)
+        q = q.unsqueeze(1) if self.dims == 4 else q
+        allowed = torch.ones(tasks.TIME, tasks.TIME, dtype=torch.bool).tril(-1)
+        added = torch.zeros(allowed.shape, dtype=x.dtype).masked_fill(~allowed, -math.inf)
+        mask = {"none": None, "bool": allowed, "float": added}[self.mask]
+        y = nn.functional.scaled_dot_product_attention(q, q, q, mask, **self.options)
+        return x + (y.squeeze(1) if self.dims == 4 else y)
+
+
+class Dropouts(nn.Module):
+    """Dropout in place, with everything dropped, with nothing dropped; arguments by their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Use what has been changed in place."""
+        y = nn.functional.linear(input=x, weight=self.linear.weight, bias=self.linear.bias)
+        z = nn.functional.dropout(input=y, p=0.5, inplace=True)
+        z = z + nn.functional.dropout(y, 1.0) + nn.functional.dropout(y, 0.0)
+        return y + nn.functional.dropout(z, 0.3) + nn.functional.dropout(2 * z, 1.0, inplace=True)
+
+
+ALL_ATTENTION: dict[str, Callable[[], nn.Module]] = {
+    "bool mask": lambda: Attention(4, "bool"),
+    "bool mask, three dimensions": lambda: Attention(3, "bool"),
+    "float mask, three dimensions": lambda: Attention(3, "float"),
+    "bool mask, dropout": lambda: Attention(4, "bool", dropout_p=0.3),
+    "float mask, dropout": lambda: Attention(4, "float", dropout_p=0.3),
+    "scale of zero": lambda: Attention(4, scale=0.0),
+    "scale of zero, three dimensions": lambda: Attention(3, scale=0.0),
+    "scale, dropout": lambda: Attention(4, scale=2.0, dropout_p=0.3, is_causal=True),
+    "everything dropped": lambda: Attention(4, dropout_p=1.0),
+    "dropout in other ways": Dropouts,
+}
+
+
+@pytest.mark.parametrize("name", ALL_ATTENTION)
+def test_kernels_are_torchs_functions(name: str) -> None:
+    """Rows that are masked, options at their limits, arguments by name: as in the loop."""
+    task = Task(lambda: Tokens(4, ALL_ATTENTION[name]()), tasks.tokens)
+    together = run(make(task, gradients="vmap"), task)
+    assert all(bool(p.isfinite().all()) for p in together.parameters.values())
+    assert_same(together, run(make(task, gradients="loop"), task))
+    assert together.state_dict()["gradients"]["chunk"] > 0
+
+
+@pytest.mark.parametrize("options", [{"dims": 3}, {"dims": 4, "dropout_p": 0.3}])
+def test_kernels_refuse_what_torch_refuses(options: dict[str, Any]) -> None:
+    """A mask beside is_causal is torch's error, whatever the method."""
+    body = Attention(mask="bool", is_causal=True, **options)
+    task = Task(lambda: Tokens(4, body), tasks.tokens)
+    for gradients in ("vmap", "loop"):
+        with pytest.raises(RuntimeError, match="attn_mask should not be set when is_causal"):
+            run(make(task, gradients=gradients), task, steps=1)
+
+
 ALL_LAYERS = ALL_TASKS | {
+    "embedding with padding": Task(lambda: padded(2), tasks.tokens),
+    "embedding with padding at the end": Task(lambda: padded(-1), tasks.tokens),
     "transformer with dropout": Task(lambda: tasks.transformer(dropout=0.3), tasks.tokens),
     "deep LSTM": Task(deep_lstm, tasks.tokens),
     "causal attention": Task(lambda: Tokens(4, Causal()), tasks.tokens),
@@ -90,6 +168,40 @@ def test_together_equals_one_by_one(name: str) -> None:
     assert together.state_dict()["gradients"]["chunk"] > 0
 
 
+def test_memory_is_that_of_the_control_group(tmp_path: Path) -> None:
+    """Its limit less what it uses, without files that it can drop; infinite without a limit."""
+    assert group_bytes(tmp_path) == math.inf
+    (tmp_path / "memory.max").write_text("max\n")
+    assert group_bytes(tmp_path) == math.inf
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("700\n")
+    (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 150\n")
+    assert group_bytes(tmp_path) == 450
+    assert free_bytes() > 0
+
+
+def test_a_worker_that_does_not_fit_is_tried_alone_and_said() -> None:
+    """No more than one worker at a time, and one warning."""
+    evaluated: list[int] = []
+
+    class Wide(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            evaluated.append(get_unwrapped(input).shape[0])
+            return super().forward(input).tanh().tanh()
+
+    task = Task(lambda: Wide(9, 7), tasks.vectors)
+    sim = make(task)
+    stacked = 3 * sum(p.nbytes for p in sim.parameters.values())
+    sim = make(task, memory_gb=(stacked + 200) / 1e9)
+    with pytest.warns(UserWarning, match="activations of one worker take about .* MB") as caught:
+        run(sim, task, steps=1)
+    assert len(caught) == 1
+    run(sim, task, steps=3)
+    assert set(evaluated) == {1}
+    assert_same(sim, run(make(task), task))
+
+
+@pytest.mark.filterwarnings("ignore:activations of one worker")
 @pytest.mark.parametrize("name", ALL_LAYERS)
 def test_chunks_change_nothing(name: str) -> None:
     """Bounded memory makes chunks of fewer workers, which compute the same."""
@@ -162,6 +274,29 @@ def test_what_vmap_refuses_runs_in_a_loop() -> None:
     assert_same(sim, run(make(task, gradients="loop"), task))
 
 
+@pytest.mark.parametrize(
+    "option", [{"max_norm": 0.5}, {"scale_grad_by_freq": True}, {"sparse": True}]
+)
+def test_embeddings_that_vmap_would_get_wrong_run_in_a_loop(option: dict[str, Any]) -> None:
+    """One table of all workers has other norms and frequencies than a worker's own."""
+
+    def build() -> nn.Module:
+        model = Tokens(4, nn.Tanh())
+        model.embedding = nn.Embedding(tasks.VOCABULARY, 4, **option)
+        return model
+
+    task = Task(build, tasks.tokens)
+    sim = make(task, order="atc")
+    with pytest.warns(UserWarning, match=r"layer 'embedding' \(Embedding\)"):
+        sim.step(*tasks.batches(task, 6, 0))
+    run(sim, task, steps=3)
+    models = tasks.train(task, parse("ring", 6), "atc", sgd, 4)
+    for worker, model in enumerate(models):
+        torch.testing.assert_close(
+            sim.worker(worker).state_dict(), model.state_dict(), rtol=0, atol=1e-10
+        )
+
+
 @pytest.mark.parametrize("workers", [1, 2, 5, 40])
 def test_timing_changes_nothing(workers: int) -> None:
     """While both methods are timed, every worker is computed once per step, by either."""
@@ -177,9 +312,29 @@ def by_shape(params: Any) -> SGD:
     return SGD([*groups, {"params": [p for p in params if p.dim() <= 1]}], lr=0.1)
 
 
+class Clipped(SGD):
+    """Gradients of all that it holds are clipped to a joint norm."""
+
+    def __init__(self, params: Any, max_norm: float, after: int = 0) -> None:
+        super().__init__(params, lr=0.1)
+        self.max_norm, self.left = max_norm, after
+
+    def step(self, closure: Any = None) -> Any:
+        """Clip, then step."""
+        self.left -= 1
+        if self.left < 0:
+            held = [p for group in self.param_groups for p in group["params"]]
+            nn.utils.clip_grad_norm_(held, self.max_norm)
+        return super().step(closure)
+
+
 @pytest.mark.parametrize(
     ("optimizer", "per_worker"),
     [
+        *((lambda p, c=c: Clipped(p, c), True) for c in (1e-4, 1e-2, 1.0, 10.0, 1e4, 1e6)),
+        (lambda p: Clipped(p, 0.1, after=3), True),
+        (lambda p: SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-2, fused=True), False),
+        (lambda p: torch.optim.RMSprop(p, lr=0.01), False),
         (lambda p: Adafactor(p, lr=0.05), True),
         (by_shape, True),
         (lambda p: AdamW([{"params": p[:2], "lr": 0.1}, {"params": p[2:]}], lr=0.01), False),
@@ -199,16 +354,47 @@ def test_an_optimizer_per_worker_where_it_must_be(
     assert (first.dim() == 2) == per_worker
 
 
+class Largest(torch.optim.Optimizer):
+    """Divides by the largest norm so far and by the count of steps, both kept in its groups."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "count": 0, "largest": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Step by the rate over both."""
+        for group in self.param_groups:
+            norm = sum(float(p.grad.norm()) for p in group["params"])
+            group["count"] += 1
+            group["largest"] = max(group["largest"], norm)
+            for p in group["params"]:
+                p.sub_(p.grad, alpha=group["lr"] / group["largest"] / group["count"])
+
+
+def test_what_an_optimizer_keeps_in_its_groups_is_each_workers_own() -> None:
+    """Counts and norms stay apart; a rate that a scheduler changes is changed for all, once."""
+    sim = run(make(optimizer=Largest, order="atc"))
+    models = tasks.train(MLP, parse("ring", 6), "atc", Largest, 4)
+    close: dict[str, Any] = {"rtol": 0, "atol": 1e-10}
+    for worker, model in enumerate(models):
+        torch.testing.assert_close(sim.worker(worker).state_dict(), model.state_dict(), **close)
+    sim.optimizer.param_groups[0]["lr"] = 0.02
+    groups = [w["param_groups"][0] for w in sim.state_dict()["optimizer"]["workers"]]
+    assert {(group["lr"], group["count"]) for group in groups} == {(0.02, 4)}
+    assert len({group["largest"] for group in groups}) == 6
+
+
 @pytest.mark.parametrize("optimizer", [sgd, lambda p: Adafactor(p, lr=0.05)])
 def test_learning_rate_schedulers_reach_all_workers(optimizer: Callable[[Any], Any]) -> None:
-    """A torch scheduler on sim.optimizer: with a rate of zero no worker moves."""
+    """A torch scheduler on sim.optimizer: with a rate of zero workers mix and nothing else."""
     sim = make(optimizer=optimizer, topology="ring", order="atc")
     scheduler = torch.optim.lr_scheduler.LambdaLR(sim.optimizer, lambda epoch: float(epoch == 0))
     run(sim, steps=1)
     scheduler.step()
     before = {name: p.clone() for name, p in sim.parameters.items()}
-    sim.gradient(*tasks.batches(MLP, 6, 1))
-    sim.update()
+    for tensor in before.values():
+        mix_(tensor, ring(6))
+    run(sim, steps=1)
     torch.testing.assert_close(sim.parameters, before, rtol=0, atol=0)
 
 
@@ -313,6 +499,22 @@ def test_a_given_round_replaces_the_schedules() -> None:
     assert_same(chosen, scheduled, atol=0)
 
 
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("round", [ring(5), ring(7), parse("complete", 5).round(0)])
+def test_a_given_round_must_be_on_all_workers(round: Round, order: str) -> None:
+    """Refused before anything has changed, whatever the kind of round."""
+    sim = run(make(CONVNET, order=order), CONVNET, steps=2)
+    before = copy.deepcopy(sim.state_dict())
+    message = f"on the 6 workers that it mixes, got one on {round.num_workers}"
+    with pytest.raises(UserError, match=message):
+        sim.step(*tasks.batches(CONVNET, 6, 2), round=round)
+    with pytest.raises(UserError, match=message):
+        mix_(sim.parameters["1.weight"], round)
+    after = sim.state_dict()
+    for part in ("parameters", "buffers"):
+        torch.testing.assert_close(after[part], before[part], rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("optimizer", [AdamW, lambda p: Adafactor(p, lr=0.05)])
 def test_a_loaded_state_continues_bit_for_bit(optimizer: Any) -> None:
     """Dropout masks, moments, statistics and the method chosen: all continue."""
@@ -366,6 +568,79 @@ def test_several_inputs_frozen_and_unused_parameters(gradients: str) -> None:
     assert not torch.equal(trained.get_parameter("left.weight"), model.left.weight)
 
 
+class Twice(nn.Module):
+    """One layer under two names, one weight in two layers, and an activation that is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, norm, second = nn.Linear(9, 9), nn.BatchNorm1d(9), nn.Linear(9, 9)
+        second.weight = first.weight
+        self.layers = nn.Sequential(first, norm, nn.Tanh(), first, norm, second)
+        self.last = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Keep what comes out."""
+        self.last = self.layers(x)
+        return self.last
+
+
+@pytest.mark.parametrize("gradients", ["vmap", "loop"])
+def test_shared_layers_and_what_a_forward_pass_leaves_behind(gradients: str) -> None:
+    """Workers equal separate modules, and copies of them can be had after a step."""
+    task = Task(Twice, tasks.vectors)
+    models = tasks.train(task, parse("ring", 6), "atc", sgd, 4)
+    close: dict[str, Any] = {"rtol": 0, "atol": 1e-10}
+    sim = run(make(task, order="atc", gradients=gradients), task)
+    for worker, model in enumerate(models):
+        torch.testing.assert_close(sim.worker(worker).state_dict(), model.state_dict(), **close)
+    assert sim.average()(tasks.vectors(0, 0)[0]).shape == (tasks.BATCH, 9)
+    central = Centralized(task.make(), task.loss, sgd, 6, gradients=gradients, dtype=torch.float64)
+    run(central, task)
+    model = central.average()
+    assert model(tasks.vectors(0, 0)[0]).shape == (tasks.BATCH, 9)
+    torch.testing.assert_close(dict(model.named_parameters()), central.parameters, **close)
+
+
+class Replaced(nn.Module):
+    """A layer with a running mean that is replaced, after its old value has been used."""
+
+    ema: Tensor
+
+    def __init__(self, grows: bool = False) -> None:
+        super().__init__()
+        self.linear = nn.Linear(9, 7)
+        self.grows = grows
+        self.register_buffer("ema", torch.ones(7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scale by the mean so far."""
+        y = self.linear(x)
+        scaled = y * self.ema
+        self.ema = 0.9 * self.ema + 0.1 * y.detach().mean(0)
+        if self.grows:
+            self.ema = torch.cat([self.ema, self.ema])
+        return scaled
+
+
+@pytest.mark.parametrize("gradients", ["vmap", "loop"])
+def test_buffers_that_a_forward_pass_replaces(gradients: str) -> None:
+    """Each worker keeps its own new one; worker 0's is the centralized model's."""
+    task = Task(Replaced, tasks.vectors)
+    sim = run(make(task, gradients=gradients), task)
+    models = tasks.train(task, parse("ring", 6), "awc", sgd, 4)
+    close: dict[str, Any] = {"rtol": 0, "atol": 1e-12}
+    for worker, model in enumerate(models):
+        torch.testing.assert_close(sim.worker(worker).state_dict(), model.state_dict(), **close)
+    central = Centralized(task.make(), task.loss, sgd, 6, dtype=torch.float64, gradients=gradients)
+    run(central, task, steps=1)
+    model = task.make()
+    model(task.batch(0, 0)[0])
+    torch.testing.assert_close(central.average().get_buffer("ema"), model.ema, **close)
+    task = Task(lambda: Replaced(grows=True), tasks.vectors)
+    with pytest.raises(UserError, match=r"shapes of buffers, got \(14,\) for 'ema' of \(7,\)"):
+        run(make(task, gradients=gradients), task, steps=1)
+
+
 @pytest.mark.parametrize("gradients", ["vmap", "loop", "auto"])
 @pytest.mark.parametrize("name", ["mlp", "lstm", "transformer"])
 def test_centralized_is_one_batch(name: str, gradients: str) -> None:
@@ -379,6 +654,40 @@ def test_centralized_is_one_batch(name: str, gradients: str) -> None:
         inputs, targets = tasks.batches(task, 6, step)
         optimizer.zero_grad()
         task.loss(model(inputs.flatten(0, 1)), targets.flatten()).backward()
+        optimizer.step()
+    close: dict[str, Any] = {"rtol": 0, "atol": 1e-12}
+    torch.testing.assert_close(central.average().state_dict(), model.state_dict(), **close)
+
+
+class Sum(nn.Module):
+    """Two parameters with one gradient, and one whose gradient is a number for all elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.ones(9)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scale, and shift."""
+        return x * (self.a + self.b) + self.c.sum()
+
+
+@pytest.mark.parametrize("gradients", ["vmap", "loop"])
+def test_centralized_gradients_that_share_memory(gradients: str) -> None:
+    """What autograd returns as one tensor is added up once for each parameter."""
+
+    def batch(worker: int, step: int) -> tuple[Tensor, Tensor]:
+        inputs, _ = tasks.vectors(worker, step)
+        return inputs, inputs.flip(0)
+
+    task = Task(Sum, batch, nn.functional.mse_loss)
+    options: dict[str, Any] = {"dtype": torch.float64, "gradients": gradients}
+    central = run(Centralized(task.make(), task.loss, sgd, 6, **options), task, steps=2)
+    model = task.make()
+    optimizer = sgd(model.parameters())
+    for step in range(2):
+        inputs, targets = tasks.batches(task, 6, step)
+        optimizer.zero_grad()
+        task.loss(model(inputs.flatten(0, 1)), targets.flatten(0, 1)).backward()
         optimizer.step()
     close: dict[str, Any] = {"rtol": 0, "atol": 1e-12}
     torch.testing.assert_close(central.average().state_dict(), model.state_dict(), **close)

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from gossamer.errors import UserError
 from gossamer.simulate.batches import check_workers, select
 from gossamer.simulate.gradients import Evaluate, Loss, PerWorker
-from gossamer.simulate.memory import chunk_bytes
+from gossamer.simulate.memory import room
 from gossamer.simulate.update import MakeOptimizer, build, try_out
 
 
@@ -72,7 +72,7 @@ class Centralized:
             seed=seed,
             method=gradients,
             one_model=True,
-            chunk_bytes=chunk_bytes(memory_gb, model_bytes, state_bytes, 1),
+            room=room(memory_gb, model_bytes, state_bytes, 1),
         )
 
     @property
@@ -89,12 +89,12 @@ class Centralized:
 
     def step(self, inputs: Any, targets: Any) -> Tensor:
         """Train for one step; arguments and result as in ``Simulation.step``."""
-        losses = self.gradient(inputs, targets)
+        losses = self._gradient(inputs, targets)
         self.optimizer.step()
         self.num_steps += 1
         return losses
 
-    def gradient(self, inputs: Any, targets: Any) -> Tensor:
+    def _gradient(self, inputs: Any, targets: Any) -> Tensor:
         """Compute each worker's loss and the mean gradient; return the losses, [W]."""
         check_workers(inputs, "inputs", self.num_workers)
         check_workers(targets, "targets", self.num_workers)
@@ -115,8 +115,10 @@ class Centralized:
             mean = losses.sum() / self.num_workers
             grads: Any = torch.autograd.grad(mean, tuple(self._trained.values()), allow_unused=True)
             for p, grad in zip(self._trained.values(), grads, strict=True):
-                if grad is not None:
-                    p.grad = grad if p.grad is None else p.grad.add_(grad)
+                if grad is None:
+                    continue
+                # Gradients may share memory with each other, or be one number for many.
+                p.grad = grad.clone() if p.grad is None else p.grad.add_(grad)
             if index == 0 or (isinstance(index, slice) and index.start == 0):
                 for name, buffer in self._buffers.items():
                     buffer.copy_(buffers[name][0] if rows else buffers[name])

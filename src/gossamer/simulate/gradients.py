@@ -8,9 +8,9 @@ activations leave the cache. Chunks also bound the memory that a step needs.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import logging
-import math
 import time
 import warnings
 from collections.abc import Callable, Generator, Mapping
@@ -24,6 +24,7 @@ from torch.func import functional_call  # pyright: ignore[reportPrivateImportUsa
 
 from gossamer.errors import UserError
 from gossamer.simulate.kernels import StackedKernels
+from gossamer.simulate.memory import Room
 
 _log = logging.getLogger(__name__)
 
@@ -49,8 +50,10 @@ _TIMED_IN_LOOP = 8
 class Evaluate(Protocol):
     """Losses of one worker, or of a chunk of them: a leading dimension on everything."""
 
-    def __call__(self, parameters: Tensors, buffers: Tensors, inputs: Any, targets: Any) -> Tensor:
-        """Run the model and the loss."""
+    def __call__(
+        self, parameters: Tensors, buffers: dict[str, Tensor], inputs: Any, targets: Any
+    ) -> Tensor:
+        """Run the model and the loss; buffers that the model replaces are replaced in the dict."""
         ...
 
 
@@ -79,7 +82,7 @@ class PerWorker:
         seed: of what forward passes draw.
         method: ``"vmap"``, ``"loop"``, or ``"auto"`` to time both and keep the faster.
         one_model: whether all workers have the same parameters, without a leading dimension.
-        chunk_bytes: most memory for the activations of workers that go together.
+        room: memory for the activations of workers that go together.
     """
 
     def __init__(
@@ -91,15 +94,19 @@ class PerWorker:
         seed: int,
         method: str,
         one_model: bool = False,
-        chunk_bytes: float = math.inf,
+        room: Room,
     ) -> None:
         if method not in _METHODS:
             raise UserError(f"gradients must be one of {', '.join(_METHODS)}, got {method!r}")
-        self._model = model
+        # A copy of its own, because what ran under vmap may stay in it: a cached activation, or a
+        # parameter of a module that is there twice, which functional_call does not put back. For
+        # the same reason names of one tensor are found here, once.
+        self._model = copy.deepcopy(model)
+        self._names = _names(self._model)
         self._loss = loss
         self._num_workers = num_workers
         self._seed = seed
-        self._chunk_bytes = chunk_bytes
+        self._room = room
         self._in_dims = (None if one_model else 0, 0, 0, 0)
         self._chosen: int | None = _LOOP if method == "loop" else None
         """Workers that go together, or _LOOP; None until it is known."""
@@ -135,30 +142,51 @@ class PerWorker:
 
     def _probe(self, step: int, buffers: Tensors, backward: Backward) -> int:
         """Try a few workers under vmap, set the size of chunks; return how many have been done."""
-        index = slice(0, min(_PROBED, self._num_workers))
-        before = {name: buffer[index].clone() for name, buffer in buffers.items()}
-        try:
-            with _counted() as saved:
-                self._together(step, index, backward)
-        except Exception as error:  # whatever vmap and a model may raise at each other
-            for name, buffer in buffers.items():
-                buffer[index] = before[name]
-            self._run(step, range(index.stop), _LOOP, backward)  # raises what is not vmap's doing
-            self._chosen = _LOOP
+        done, per_worker = 0, 0.0
+        for stop in (1, _PROBED):  # one alone first, in case that there is no room for more
+            index = slice(done, min(stop, self._num_workers))
+            num = index.stop - done
+            if num == 0 or (done and num * per_worker > self._room.good):
+                break
+            saved_bytes = self._try_together(step, index, buffers, backward)
+            done = index.stop
+            if self._chosen == _LOOP:
+                return done
+            per_worker = max(1, saved_bytes / num)
+        if per_worker > self._room.most:
             warnings.warn(
-                f"workers run one after the other, because {self._where(error)} does what "
-                f"torch.vmap refuses: {str(error)[:200] or type(error).__name__}",
+                f"activations of one worker take about {per_worker / 1e6:.3g} MB, more than the "
+                f"{self._room.most / 1e6:.3g} MB that there are for them; workers go one at a "
+                "time and take it all the same: use smaller batches or more memory_gb",
                 stacklevel=5,
             )
-            return index.stop
-        per_worker = max(1, sum(saved.values()) / index.stop)
-        sizes = (min(size, self._chunk_bytes) / per_worker for size in _CHUNK_BYTES)
+        sizes = (min(size, self._room.good) / per_worker for size in _CHUNK_BYTES)
         self._candidates = list(
             dict.fromkeys(max(1, min(self._num_workers, int(s))) for s in sizes)
         )
         if not self._timed or self._num_workers == 1:
             self._chosen = self._candidates[0]
-        return index.stop
+        return done
+
+    def _try_together(self, step: int, index: slice, buffers: Tensors, backward: Backward) -> float:
+        """Run workers under vmap and return the bytes they kept, or in the loop from now on."""
+        before = {name: buffer[index].clone() for name, buffer in buffers.items()}
+        try:
+            with _counted() as saved:
+                self._together(step, index, backward)
+            return sum(saved.values())
+        except Exception as error:  # whatever vmap and a model may raise at each other
+            for name, buffer in buffers.items():
+                buffer[index] = before[name]
+            # Raises what is not vmap's doing.
+            self._run(step, range(index.start, index.stop), _LOOP, backward)
+            self._chosen = _LOOP
+            warnings.warn(
+                f"workers run one after the other, because {self._where(error)} does what "
+                f"torch.vmap refuses: {str(error)[:200] or type(error).__name__}",
+                stacklevel=6,
+            )
+            return 0.0
 
     def _time(self, step: int, start: int, backward: Backward) -> None:
         """Time some workers in the loop and the others in chunks of one size; choose at the end."""
@@ -193,7 +221,7 @@ class PerWorker:
         try:
             for worker in workers:
                 generator.manual_seed(worker_seed(self._seed, worker, step))
-                backward(worker, self._evaluate)
+                backward(worker, self._evaluate_one)
         finally:
             generator.set_state(before)
 
@@ -204,27 +232,50 @@ class PerWorker:
             seeds = (worker_seed(self._seed, worker, step) for worker in workers)
             return [torch.Generator().manual_seed(seed) for seed in seeds]
 
-        def evaluate(parameters: Tensors, buffers: Tensors, inputs: Any, targets: Any) -> Tensor:
+        def evaluate(
+            parameters: Tensors, buffers: dict[str, Tensor], inputs: Any, targets: Any
+        ) -> Tensor:
             with StackedKernels(generators):
                 vectorized = torch.vmap(self._evaluate, in_dims=self._in_dims)
-                return vectorized(parameters, buffers, inputs, targets)
+                losses, replaced = vectorized(parameters, buffers, inputs, targets)
+            buffers.update(replaced)
+            return losses
 
         backward(index, evaluate)
 
-    def _evaluate(self, parameters: Tensors, buffers: Tensors, inputs: Any, targets: Any) -> Tensor:
+    def _evaluate_one(
+        self, parameters: Tensors, buffers: dict[str, Tensor], inputs: Any, targets: Any
+    ) -> Tensor:
+        loss, replaced = self._evaluate(parameters, buffers, inputs, targets)
+        buffers.update(replaced)
+        return loss
+
+    def _evaluate(
+        self, parameters: Tensors, buffers: Tensors, inputs: Any, targets: Any
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return a worker's loss, and the buffers that its forward pass has replaced."""
         args, kwargs = (), {}
         if isinstance(inputs, dict):
             kwargs = inputs
         else:
             args = inputs if isinstance(inputs, tuple) else (inputs,)
-        output = functional_call(self._model, {**parameters, **buffers}, args, kwargs)
+        given = {**parameters, **buffers}
+        tensors = {name: given[first] for name, first in self._names.items() if first in given}
+        output = functional_call(self._model, tensors, args, kwargs, tie_weights=False)
+        replaced = {n: tensors[n].detach() for n, b in buffers.items() if tensors[n] is not b}
+        for name, new in replaced.items():
+            if new.shape != buffers[name].shape:
+                raise UserError(
+                    f"a forward pass must keep the shapes of buffers, got {tuple(new.shape)} for "
+                    f"{name!r} of {tuple(buffers[name].shape)}; register it in its final shape"
+                )
         loss = self._loss(output, targets)
         if loss.dim():
             raise UserError(
                 f"loss(output, target) must return a scalar, the mean over a worker's batch, got "
                 f"shape {tuple(loss.shape)}; call .mean() on it"
             )
-        return loss
+        return loss, replaced
 
     def _where(self, error: BaseException) -> str:
         """Name the innermost layer that an exception came through."""
@@ -237,6 +288,16 @@ class PerWorker:
                 found = f"layer {names[id(module)] or 'model'!r} ({type(module).__name__})"
             trace = trace.tb_next
         return found
+
+
+def _names(model: nn.Module) -> dict[str, str]:
+    """Return the first name of the same tensor, by name of parameter or buffer."""
+    first: dict[int, str] = {}
+    named = (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    )
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
 
 
 @contextmanager

@@ -49,8 +49,11 @@ class StackedKernels(TorchFunctionMode):
         return self._generators
 
 
-def _linear(_: StackedKernels, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    return _LinearUnderVmap.apply(x, weight, bias)
+# Kernels have the names of torch's arguments, for calls that use them.
+
+
+def _linear(_: StackedKernels, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    return _LinearUnderVmap.apply(input, weight, bias)
 
 
 def _attention(
@@ -66,23 +69,53 @@ def _attention(
     if not dropout_p and query.dim() == 4:
         options["is_causal"] = is_causal
         return _AttentionUnderVmap.apply(query, key, value, attn_mask, options)
-    scale = options.get("scale") or query.shape[-1] ** -0.5
-    scores = query @ key.mT * scale
+    if is_causal and attn_mask is not None:
+        raise RuntimeError("attn_mask must not be set where is_causal is")
+    scale = options.get("scale")
+    scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
         attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         scores = scores.masked_fill(~attn_mask, -torch.inf)
     elif attn_mask is not None:
         scores = scores + attn_mask
-    return _dropout(mode, scores.softmax(-1), dropout_p) @ value
+    # As in torch: who may attend to nothing gets zeros, and no gradient.
+    alone = (scores == -torch.inf).all(-1, keepdim=True)
+    shares = scores.masked_fill(alone, 0.0).softmax(-1).masked_fill(alone, 0.0)
+    return _dropout(mode, shares, dropout_p) @ value
 
 
 def _dropout(
-    mode: StackedKernels, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    mode: StackedKernels,
+    input: Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
 ) -> Any:
-    if not training or not 0 < p <= 1:
-        return F.dropout(x, p, training)
-    return _DropoutUnderVmap.apply(x, p, lambda: mode.generators)
+    if not training or not 0 < p < 1:  # where torch draws nothing
+        return F.dropout(input, p, training, inplace)
+    y = cast("Tensor", _DropoutUnderVmap.apply(input, p, lambda: mode.generators))
+    return input.copy_(y) if inplace else y
+
+
+def _embedding(
+    _: StackedKernels,
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    if max_norm is not None or scale_grad_by_freq or sparse:
+        raise NotImplementedError("an embedding has max_norm, scale_grad_by_freq or sparse")
+    y = F.embedding(input, weight)
+    if padding_idx is None:
+        return y
+    # torch's rule looks up in one table of all workers, where only worker 0's padding is known.
+    padding = padding_idx if padding_idx >= 0 else weight.shape[0] + padding_idx
+    return torch.where((input == padding).unsqueeze(-1), y.detach(), y)
 
 
 def _lstm(mode: StackedKernels, *args: Any) -> Any:
@@ -138,6 +171,7 @@ _KERNELS: dict[Any, Callable[..., Any]] = {
     F.linear: _linear,
     F.scaled_dot_product_attention: _attention,
     F.dropout: _dropout,
+    F.embedding: _embedding,
     F.multi_head_attention_forward: _multi_head_attention,
     torch.lstm: _lstm,
 }
@@ -198,8 +232,7 @@ class _DropoutUnderVmap(_UnderVmap):
             torch.empty_like(row).bernoulli_(1 - p, generator=generator)
             for row, generator in zip(x, generators(), strict=True)
         ]
-        noise = torch.stack(masks)
-        return x * (noise.div_(1 - p) if p < 1 else noise), 0
+        return x * torch.stack(masks).div_(1 - p), 0
 
 
 class _LstmUnderVmap(_UnderVmap):
@@ -245,7 +278,8 @@ class StackedLinear(Function):
             y = torch.bmm(rows, weight.mT)
         else:
             y = torch.bmm(rows, weight.mT).add_(bias.unsqueeze(1))
-        return y.view(*x.shape[:-1], weight.shape[1])
+        # Not a view: autograd would refuse to have it changed in place, as by ReLU(inplace=True).
+        return torch.ops.aten._unsafe_view.default(y, [*x.shape[:-1], weight.shape[1]])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]

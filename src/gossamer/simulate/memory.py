@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import NamedTuple
 
 from gossamer.errors import UserError
 
@@ -14,10 +15,18 @@ _LEAST_BYTES = 16 << 20
 """Smaller chunks cost time and save nothing that counts."""
 
 
-def chunk_bytes(
-    memory_gb: float | None, model_bytes: int, state_bytes: int, num_workers: int
-) -> float:
-    """Return what the activations of workers that go together may take, in bytes.
+class Room(NamedTuple):
+    """Memory for the activations of workers that go together, in bytes."""
+
+    good: float
+    """What several of them should keep to."""
+
+    most: float
+    """What there is."""
+
+
+def room(memory_gb: float | None, model_bytes: int, state_bytes: int, num_workers: int) -> Room:
+    """Return what is left for activations.
 
     Args:
         memory_gb: most memory of the simulation; None for what is free.
@@ -40,7 +49,8 @@ def chunk_bytes(
             "use fewer workers, a smaller model, or an optimizer with less state"
         )
     # So that activations stay a small part of what there is of parameters, gradients and state.
-    return min(left / _BACKWARD, max(_LEAST_BYTES, num_workers * model_bytes / 2))
+    most = left / _BACKWARD
+    return Room(min(most, max(_LEAST_BYTES, num_workers * model_bytes / 2)), most)
 
 
 def free_bytes() -> float:
@@ -50,4 +60,31 @@ def free_bytes() -> float:
     except OSError:
         return math.inf
     available = (line.split()[1] for line in lines if line.startswith("MemAvailable"))
-    return 1024 * float(next(available, math.inf))
+    return min(1024 * float(next(available, math.inf)), _cgroup_bytes())
+
+
+def _cgroup_bytes() -> float:
+    """Return what the process's control group (version 2) and those above it leave free."""
+    root = Path("/sys/fs/cgroup")
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return math.inf
+    own = next((line[3:] for line in lines if line.startswith("0::")), "/")
+    folder = root / own.lstrip("/")
+    above = [parent for parent in folder.parents if parent.is_relative_to(root)]
+    return min(group_bytes(group) for group in (folder, *above))
+
+
+def group_bytes(folder: Path) -> float:
+    """Return what one control group leaves free, files that it can drop included."""
+    try:
+        limit = (folder / "memory.max").read_text().strip()
+        if limit == "max":
+            return math.inf
+        current = int((folder / "memory.current").read_text())
+        lines = (folder / "memory.stat").read_text().splitlines()
+    except OSError:
+        return math.inf
+    cached = next((int(line.split()[1]) for line in lines if line.startswith("inactive_file")), 0)
+    return float(int(limit) - current + cached)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gossamer.errors import UserError
 from gossamer.topology import Round
 
 _BLOCK_BYTES = 4 << 20
@@ -43,7 +44,17 @@ def mix_(stacked: Tensor, round: Round) -> None:
         stacked: [W, ...], contiguous; a row per worker.
         round: on W workers.
     """
+    check_round(round, stacked.shape[0])
     _plan(round, stacked.dtype, stacked.device)(stacked.view(stacked.shape[0], -1))
+
+
+def check_round(round: Round, num_workers: int) -> None:
+    """Raise unless a round is on as many workers."""
+    if round.num_workers != num_workers:
+        raise UserError(
+            f"a round must be on the {num_workers} workers that it mixes, got one on "
+            f"{round.num_workers}; build it for {num_workers}"
+        )
 
 
 @lru_cache(_PLANS_KEPT)

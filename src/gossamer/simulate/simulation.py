@@ -40,8 +40,8 @@ from gossamer.consensus import (
 from gossamer.errors import UserError
 from gossamer.simulate.batches import check_workers, select
 from gossamer.simulate.gradients import Evaluate, Loss, PerWorker
-from gossamer.simulate.memory import chunk_bytes
-from gossamer.simulate.mixing import mix_
+from gossamer.simulate.memory import room
+from gossamer.simulate.mixing import check_round, mix_
 from gossamer.simulate.update import MakeOptimizer, make_update, try_out
 from gossamer.statistics import policy_of, running_statistics
 from gossamer.topology import Round, Schedule, as_schedule
@@ -109,7 +109,7 @@ class Simulation:
                 "the model must have trainable parameters, got none; set requires_grad on some"
             )
         trial = try_out(optimizer, list(trained.values()))
-        room = chunk_bytes(
+        left = room(
             memory_gb,
             _bytes(trained.values()),
             _bytes(self._model.buffers()) + trial.state_bytes,
@@ -127,7 +127,7 @@ class Simulation:
             num_workers=workers,
             seed=seed,
             method=gradients,
-            chunk_bytes=room,
+            room=left,
         )
         self._next_rounds: tuple[Round, ...] = ()
         """What awc's next step mixes with."""
@@ -181,9 +181,11 @@ class Simulation:
         Returns:
             Each worker's loss before the step, [W].
         """
+        if round is not None:
+            check_round(round, self.num_workers)
         # What neighbours get of statistics that are mixed while forward passes change them.
         sent = [s.clone() for s in self._statistics] if self._policy.mixed else []
-        losses = self.gradient(inputs, targets)
+        losses = self._gradient(inputs, targets)
         self._plan.before_update(self.num_steps)
         self._mix_and_update(round, sent)
         self.num_steps += 1
@@ -192,21 +194,21 @@ class Simulation:
     def _adapt_while_combine(self, given: Round | None, sent: list[Tensor]) -> None:
         rounds = self._next_rounds if given is None else (given,)
         for round in rounds if self.num_steps > 0 else ():
-            self.mix(round, sent)
+            self._mix(round, sent)
         self._update_and_measure()
         self._next_rounds = self._plan.rounds(self.num_steps + 1)
 
     def _adapt_then_combine(self, given: Round | None, sent: list[Tensor]) -> None:
         self._update_and_measure()
         for round in self._plan.rounds(self.num_steps) if given is None else (given,):
-            self.mix(round)
+            self._mix(round)
 
     def _update_and_measure(self) -> None:
-        self.update()
+        self._update.step()
         if self._norms_every and self.num_steps % self._norms_every == 0:
             self.last_norms = tensor_norms([*self._parameters.values()])
 
-    def gradient(self, inputs: Any, targets: Any) -> Tensor:
+    def _gradient(self, inputs: Any, targets: Any) -> Tensor:
         """Compute each worker's loss and gradient at its own parameters; return the losses."""
         check_workers(inputs, "inputs", self.num_workers)
         check_workers(targets, "targets", self.num_workers)
@@ -216,7 +218,8 @@ class Simulation:
 
         def backward(index: int | slice, evaluate: Evaluate) -> None:
             leaves = {n: p.detach()[index].requires_grad_() for n, p in self._parameters.items()}
-            buffers = {name: buffer[index] for name, buffer in self._buffers.items()}
+            given = {name: buffer[index] for name, buffer in self._buffers.items()}
+            buffers = dict(given)
             batch = select((inputs, targets), index, first.dtype)
             losses = evaluate(leaves, buffers, *batch)
             losses_W[index] = losses.detach()
@@ -227,13 +230,17 @@ class Simulation:
                 if grad is not None:
                     used.add(name)
                 _store_(self._parameters[name], index, grad)
+            for name, buffer in self._buffers.items():
+                # Not before the backward pass, which may need the old ones.
+                if buffers[name] is not given[name]:
+                    buffer[index] = buffers[name]
 
         self._per_worker.run(self.num_steps, self._buffers, backward)
         for name in self._parameters.keys() - used:  # as in torch: an optimizer leaves it alone
             self._parameters[name].grad = None
         return losses_W
 
-    def mix(self, round: Round, sent: Sequence[Tensor] = ()) -> None:
+    def _mix(self, round: Round, sent: Sequence[Tensor] = ()) -> None:
         """Mix all parameters with a round, and statistics where they are mixed.
 
         Args:
@@ -252,10 +259,6 @@ class Simulation:
                 now.copy_(before + change)
         self._copies_sent += round.copies_sent
         self._messages_sent += round.messages_sent
-
-    def update(self) -> None:
-        """Take the optimizer's step on all workers."""
-        self._update.step()
 
     @torch.no_grad()
     def consensus_distance(self) -> float:
@@ -372,7 +375,7 @@ def _store_(parameter: nn.Parameter, index: Any, grad: Tensor | None) -> None:
     if grad is not None:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        parameter.grad[index].copy_(grad)
+        parameter.grad[index].copy_(grad.to_dense() if grad.is_sparse else grad)
     elif parameter.grad is not None:
         parameter.grad[index].zero_()
 

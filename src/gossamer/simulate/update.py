@@ -8,7 +8,9 @@ own. Which of the two it is, is found by trying it.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple, Protocol, TypeAlias, final
 
 import torch
@@ -19,7 +21,12 @@ from gossamer.errors import UserError
 
 MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
 
-_TRIAL_STEPS = 3
+_TRIAL_SCALES = tuple(
+    (10.0**own, 10.0**other)
+    for own, other in ((0, 0), (-3, 3), (6, -3), (0, 6), (3, -3), (-3, 0), (1, 2), (0, 0))
+)
+"""Sizes of two workers' gradients, step by step: what clips or changes at some size between them
+does so for both workers together at another step than for each."""
 
 
 class Update(Protocol):
@@ -42,7 +49,7 @@ class Update(Protocol):
 
 
 class Trial(NamedTuple):
-    """What a few steps on random tensors showed about an optimizer."""
+    """What a few steps on random tensors showed about an optimizer, and no more than that."""
 
     elementwise: bool
     """Whether one optimizer on stacked tensors equals one for each worker."""
@@ -61,7 +68,8 @@ def make_update(make: MakeOptimizer, stacked: list[nn.Parameter], trial: Trial) 
 def try_out(make: MakeOptimizer, parameters: list[nn.Parameter]) -> Trial:
     """Find out how an optimizer behaves on stacked tensors.
 
-    Two workers with random parameters and gradients take a few steps, together and apart.
+    Two workers with random parameters take a few steps, together and apart, in double precision:
+    with gradients of many sizes, so that one that clips the norm of all it holds is seen.
 
     Args:
         make: builds a torch optimizer from a list of parameters.
@@ -70,26 +78,26 @@ def try_out(make: MakeOptimizer, parameters: list[nn.Parameter]) -> Trial:
     generator = torch.Generator().manual_seed(0)
 
     def random(like: Tensor) -> Tensor:
-        return torch.randn(2, *like.shape, generator=generator, dtype=like.dtype).to(like.device)
+        numbers = torch.randn(2, *like.shape, generator=generator, dtype=torch.float64)
+        return numbers.to(like.device)
 
     stacked = [nn.Parameter(random(p)) for p in parameters]
     apart = [[nn.Parameter(p.detach()[i].clone()) for p in stacked] for i in range(2)]
-    gradients = [[random(p) for p in parameters] for _ in range(_TRIAL_STEPS)]
     optimizers = [build(make, own) for own in apart]
-    for i, own in enumerate(apart):
-        for grads in gradients:
-            _step(optimizers[i], own, [grad[i].clone() for grad in grads])
-    try:
+    together: Optimizer | None = None
+    with suppress(Exception):  # it does not take tensors of these shapes, however it says so
         together = build(make, stacked)
-        for grads in gradients:
-            _step(together, stacked, grads)
-    except Exception:  # it does not take tensors of these shapes, however it says so
-        elementwise = False
-    else:
-        pairs = zip(stacked, *apart, strict=True)
-        elementwise = all(_close(p, torch.stack(own)) for p, *own in pairs)
-    state = [s for of_one in optimizers[0].state.values() for s in of_one.values()]
-    return Trial(elementwise, sum(s.nbytes for s in state if isinstance(s, Tensor)))
+    for scales in _TRIAL_SCALES:
+        grads = [random(p) for p in parameters]
+        for grad in grads:
+            grad.mul_(grad.new_tensor(scales).view(2, *[1] * (grad.dim() - 1)))
+        for i, own in enumerate(apart):
+            _step(optimizers[i], own, [grad[i].clone() for grad in grads])
+        if together is not None and not _agrees(together, stacked, apart, grads):
+            together = None
+    held = [s for of_one in optimizers[0].state.values() for s in of_one.values()]
+    state_bytes = sum(_bytes_in(s, parameters[0].dtype) for s in held if isinstance(s, Tensor))
+    return Trial(together is not None, state_bytes)
 
 
 @final
@@ -114,7 +122,11 @@ class StackedUpdate:
 
 @final
 class PerWorkerUpdate:
-    """An optimizer per worker, on slices of stacked parameters; all follow the first's settings."""
+    """An optimizer per worker, on slices of stacked parameters.
+
+    What is changed from outside in the first's settings is changed in all; what an optimizer itself
+    keeps among its settings is its own.
+    """
 
     def __init__(self, make: MakeOptimizer, stacked: list[nn.Parameter]) -> None:
         self._stacked = stacked
@@ -124,26 +136,43 @@ class PerWorkerUpdate:
         ]
         self._optimizers = [build(make, own) for own in self._own]
         self.optimizer = self._optimizers[0]
+        self._known = self._settings()
+        """The first's settings after its last step."""
 
     def step(self) -> None:
         """Step all workers from the stacked gradients."""
+        self._share_changes()
         for i, (own, optimizer) in enumerate(zip(self._own, self._optimizers, strict=True)):
             for p, q in zip(own, self._stacked, strict=True):
                 p.grad = None if q.grad is None else q.grad[i]
-            for group, first in zip(
-                optimizer.param_groups, self.optimizer.param_groups, strict=True
-            ):
-                group.update({k: v for k, v in first.items() if k != "params"})
             optimizer.step()
+        self._known = self._settings()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all optimizers."""
+        self._share_changes()
         return {"workers": [optimizer.state_dict() for optimizer in self._optimizers]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a state."""
         for optimizer, own in zip(self._optimizers, state["workers"], strict=True):
             optimizer.load_state_dict(own)
+        self._known = self._settings()
+
+    def _settings(self) -> list[dict[str, Any]]:
+        groups = self.optimizer.param_groups
+        return [
+            copy.deepcopy({k: v for k, v in group.items() if k != "params"}) for group in groups
+        ]
+
+    def _share_changes(self) -> None:
+        """Give all workers what a user or a scheduler has changed since the last step."""
+        now = self._settings()
+        for i, (new, known) in enumerate(zip(now, self._known, strict=True)):
+            changed = {k: v for k, v in new.items() if k not in known or _differ(v, known[k])}
+            for optimizer in self._optimizers[1:]:
+                optimizer.param_groups[i].update(copy.deepcopy(changed))
+        self._known = now
 
 
 def build(make: MakeOptimizer, parameters: list[nn.Parameter]) -> Optimizer:
@@ -172,5 +201,27 @@ def _step(optimizer: Optimizer, parameters: list[nn.Parameter], grads: list[Tens
     optimizer.step()
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
-    return torch.allclose(a, b, rtol=1e-5, atol=1e-7)
+def _differ(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return not torch.equal(a, b)
+    return bool(a != b)
+
+
+def _agrees(
+    together: Optimizer,
+    stacked: list[nn.Parameter],
+    apart: list[list[nn.Parameter]],
+    grads: list[Tensor],
+) -> bool:
+    """Step all workers at once; return whether they are where separate steps took them."""
+    try:
+        _step(together, stacked, grads)
+    except Exception:  # as at construction
+        return False
+    pairs = zip(stacked, *apart, strict=True)
+    return all(torch.allclose(p, torch.stack(own), rtol=1e-9, atol=1e-12) for p, *own in pairs)
+
+
+def _bytes_in(state: Tensor, dtype: torch.dtype) -> int:
+    """Return the memory of a trial's tensor where parameters are of another dtype."""
+    return state.numel() * dtype.itemsize if state.dtype == torch.float64 else state.nbytes
