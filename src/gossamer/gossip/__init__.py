@@ -2,7 +2,8 @@
 
 from gossamer.gossip.bulletin import ExchangeError
 from gossamer.gossip.checkpoints import Checkpoints
-from gossamer.gossip.decentralize import Gossip, decentralize
+from gossamer.gossip.decentralize import decentralize
+from gossamer.gossip.handle import Gossip
 from gossamer.gossip.scaler import GradScaler
 from gossamer.gossip.stats import Stats
 

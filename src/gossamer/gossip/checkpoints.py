@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, Protocol, final
 
 from gossamer.errors import UserError
 from gossamer.gossip import snapshot
-from gossamer.gossip.decentralize import Gossip
+from gossamer.gossip.handle import Gossip
 
 _log = logging.getLogger(__name__)
 

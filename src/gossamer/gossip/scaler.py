@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 if TYPE_CHECKING:
-    from gossamer.gossip.decentralize import Gossip
+    from gossamer.gossip.handle import Gossip
 
 
 @final
