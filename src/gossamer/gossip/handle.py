@@ -101,8 +101,7 @@ class Gossip:
         self._restoring = False
         self._joining = False
         self._pid = os.getpid()
-        for parameter in tensors.trained:
-            parameters.GOSSIPING[parameter] = True
+        parameters.GOSSIPING.update(map(id, tensors.trained))
         # - Hooks
         untraced: Any = torch.compiler.disable  # where a user compiles the optimizer's step
         self._handles = [
@@ -382,8 +381,7 @@ class Gossip:
         finally:
             tensors, self._tensors = self._tensors, Tensors()
             unflatten_(tensors.flattened)
-            for parameter in tensors.trained:
-                del parameters.GOSSIPING[parameter]
+            parameters.GOSSIPING.difference_update(map(id, tensors.trained))
 
     def _leave(self) -> None:
         """At the end of a process: give peers what they wait for, and say why there is no more."""

@@ -13,13 +13,13 @@ from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import LBFGS, Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from gossamer.errors import UserError
 from gossamer.gossip.buckets import is_dense
 
-GOSSIPING = WeakIdKeyDictionary()
-"""The parameters that a gossip mixes; not an attribute of theirs, which would be pickled."""
+GOSSIPING: set[int] = set()
+"""The ids of parameters that a gossip mixes, and keeps alive until close(). Not an attribute of
+theirs, which would be pickled with them."""
 
 
 def trained(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Tensor]:
@@ -96,7 +96,7 @@ def _is_a(thing: object, module: str, name: str) -> bool:
 
 
 def _check_parameter(name: str, parameter: Tensor, addresses: set[int]) -> None:
-    if parameter in GOSSIPING:
+    if id(parameter) in GOSSIPING:
         raise UserError(
             f"a parameter can gossip once, got {name}, which already does; close() the first gossip"
         )
