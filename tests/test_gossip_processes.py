@@ -20,6 +20,9 @@ from tests import reference
 from tests.pool import ProcessPool
 from tests.reference import ALL_OPTIMIZERS, loss_of, make_model, vector_of
 
+# Jobs of several processes that each import torch: a loaded machine takes its time.
+pytestmark = pytest.mark.timeout(150)
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -72,7 +75,7 @@ def torchrun(num_processes: int, *arguments: str) -> subprocess.CompletedProcess
         [*command, str(num_processes), *arguments],
         capture_output=True,
         text=True,
-        timeout=58,
+        timeout=140,
         check=False,
         cwd=Path(__file__).parents[1],
     )
@@ -109,7 +112,7 @@ def test_a_process_that_ends_without_close(mode: str, tmp_path: Path) -> None:
         subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True)
         for rank in range(3)
     ]
-    errors = [rank.communicate(timeout=50)[1] for rank in ranks]
+    errors = [rank.communicate(timeout=100)[1] for rank in ranks]
     if mode == "forgets":
         assert [rank.returncode for rank in ranks] == [0, 0, 0], errors
     else:
