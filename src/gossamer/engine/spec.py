@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from functools import lru_cache
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -17,8 +18,9 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from gossamer import topology, workloads
 from gossamer.consensus import planner
 from gossamer.errors import UserError
-from gossamer.optim import AccumAdam, AccumAdamW
-from gossamer.workloads import Workload
+from gossamer.optim import AccumAdam, AccumAdamW, DiLoCo
+from gossamer.topology import Schedule
+from gossamer.workloads import Workload, parse_sharding
 
 CENTRALIZED = "centralized"
 """In place of a topology: gradients are averaged over all workers, which hold one model."""
@@ -33,13 +35,22 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
     "accum_adamw": AccumAdamW,
 }
 
-LR_SCHEDULES: dict[str, Callable[[float], float]] = {
-    "constant": lambda progress: 1.0,
-    "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
+LR_SCHEDULES: dict[str, Callable[[float, float], float]] = {
+    "constant": lambda done, warmup: 1.0,
+    "cosine": lambda done, warmup: (1 + math.cos(math.pi * done)) / 2,
     # Consensus control's setting: divided by 10 at 50 % and 75 %.
-    "steps": lambda progress: 0.1 ** ((progress >= 0.5) + (progress >= 0.75)),
+    "steps": lambda done, warmup: 0.1 ** ((done >= 0.5) + (done >= 0.75)),
+    "inverse_sqrt": lambda done, warmup: math.sqrt(warmup / max(done, warmup)) if warmup else 1.0,
 }
-"""Factor of the learning rate, of the share of training that is done."""
+"""Factor of the learning rate after warm-up, of the share of training that is done and the share
+that is warm-up."""
+
+LR_SCALINGS: dict[str, Callable[[float], float]] = {
+    "none": lambda s: 1.0,
+    "linear": lambda s: s,
+    "sqrt": math.sqrt,
+}
+"""Factor of the learning rate, of s = batch size x averaging neighbourhood / reference batch."""
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -73,34 +84,67 @@ class RunSpec(BaseModel):
     optimizer_options: dict[str, float | bool | tuple[float, ...]] = _FROM_RECIPE
     """As the optimizer's class takes them."""
 
+    outer_lr: PositiveFloat | None = None
+    """DiLoCo: the rate of the outer step that follows each average of ``local_sgd``."""
+
+    outer_momentum: float = Field(default=0.9, ge=0, lt=1)
+
     lr: PositiveFloat = _FROM_RECIPE
     lr_schedule: str = _FROM_RECIPE
     """A name in ``LR_SCHEDULES``."""
 
+    lr_scaling: str = _FROM_RECIPE
+    """A name in ``LR_SCALINGS``: how the rate follows the averaging neighbourhood, which is all
+    workers in centralized training, and a worker and its neighbours otherwise."""
+
+    lr_follows_graph: bool = False
+    """Whether it is the neighbourhood of each step, or that of the first one."""
+
+    reference_batch: PositiveInt = _FROM_RECIPE
+    warmup_epochs: float = Field(default=None, ge=0)
     batch_size: PositiveInt = _FROM_RECIPE
     """Samples per worker and step."""
 
+    sharding: str = _FROM_RECIPE
+    """As ``workloads.parse_sharding`` takes it."""
+
     epochs: PositiveInt = _FROM_RECIPE
     steps_per_epoch: PositiveInt = _FROM_RECIPE
+    max_bytes: PositiveFloat | None = None
+    """End early when the average worker has sent so much; looked at when a step is logged."""
+
+    max_train_s: PositiveFloat | None = None
+    """End early when steps have taken so long; looked at when a step is logged."""
+
     log_every: PositiveInt = 10
     """Steps between two Step records."""
 
     evaluate_every: PositiveInt = 1
     """Epochs between two Evaluation records; there is one at the end."""
 
+    evaluate_replicas: int = Field(default=8, ge=0)
+    """How many workers' own models are evaluated."""
+
     @model_validator(mode="before")
     @classmethod
     def _take_recipe(cls, given: dict[str, Any]) -> dict[str, Any]:
-        recipe = asdict(workloads.find(given.get("workload", "")).recipe)
+        workload = workloads.find(given.get("workload", ""))
+        recipe = asdict(workload.recipe)
         other_optimizer = given.get("optimizer", recipe["optimizer"]) != recipe["optimizer"]
         if other_optimizer:  # its options are not the recipe's
             recipe["optimizer_options"] = {}
-        return {**recipe, **given}
+        full = {**recipe, **given}
+        if full["steps_per_epoch"] is None:
+            per_step = max(1, int(full.get("workers", 1)) * int(full["batch_size"]))
+            full["steps_per_epoch"] = max(1, workload.num_train // per_step)
+        return full
 
     @model_validator(mode="after")
     def _check(self) -> RunSpec:
         _check_name(OPTIMIZERS, self.optimizer, "optimizer")
         _check_name(LR_SCHEDULES, self.lr_schedule, "lr_schedule")
+        _check_name(LR_SCALINGS, self.lr_scaling, "lr_scaling")
+        parse_sharding(self.sharding)
         try:
             self.make_optimizer([torch.nn.Parameter(torch.zeros(1))])
         except (TypeError, ValueError) as error:
@@ -109,11 +153,15 @@ class RunSpec(BaseModel):
                 f"{self.optimizer_options}: {error}"
             ) from error
         if self.topology != CENTRALIZED:
-            schedule = topology.parse(self.topology, self.workers)
-            planner(self.control, schedule, self.order, self.gossip_steps)
+            planner(self.control, self.schedule, self.order, self.gossip_steps)
         elif self.control != "plain":
             raise UserError(
                 f"centralized training has nothing to control, got {self.control!r}; leave it out"
+            )
+        if self.outer_lr is not None and (self.local_steps is None or self.order != "atc"):
+            raise UserError(
+                f"an outer step follows the averages of local_sgd under atc, got {self.topology} "
+                f"under {self.order}; use topology 'local_sgd(every=16)' and order 'atc'"
             )
         return self
 
@@ -129,9 +177,38 @@ class RunSpec(BaseModel):
         """Steps of the whole run."""
         return self.epochs * self.steps_per_epoch
 
-    def lr_at(self, step: int) -> float:
-        """Return the learning rate of a step."""
-        return self.lr * LR_SCHEDULES[self.lr_schedule](step / self.num_steps)
+    @property
+    def schedule(self) -> Schedule:
+        """The rounds of a decentralized run."""
+        return _schedule(self.topology, self.workers, self.steps_per_epoch)
+
+    @property
+    def local_steps(self) -> int | None:
+        """Steps between two averages of local SGD; None for other topologies."""
+        if not self.topology.startswith("local_sgd"):
+            return None
+        return self.schedule.period
+
+    def lr_at(self, step: int, done: float | None = None) -> float:
+        """Return the learning rate of a step.
+
+        Args:
+            step: from 0.
+            done: the share of training that is behind it, where a budget may end it early.
+        """
+        done = step / self.num_steps if done is None else done
+        warmup = min(1.0, self.warmup_epochs / self.epochs)
+        rising = min(1.0, (step + 1) / (self.warmup_epochs * self.steps_per_epoch or 1))
+        factor = LR_SCHEDULES[self.lr_schedule](done, warmup)
+        return self.lr * self._scaling(step) * rising * factor
+
+    def _scaling(self, step: int) -> float:
+        if self.lr_scaling == "none":
+            return 1.0
+        neighbourhood = self.workers
+        if self.topology != CENTRALIZED:
+            neighbourhood = 1 + self.schedule.round(step if self.lr_follows_graph else 0).degree
+        return LR_SCALINGS[self.lr_scaling](self.batch_size * neighbourhood / self.reference_batch)
 
     def make_workload(self) -> Workload:
         """Return what is trained."""
@@ -147,10 +224,21 @@ class RunSpec(BaseModel):
         """Return the optimizer over these parameters."""
         return OPTIMIZERS[self.optimizer](parameters, lr=self.lr, **self.optimizer_options)
 
+    def make_outer(self, parameters: Iterable[Tensor]) -> DiLoCo | None:
+        """Return the outer optimizer, where there is one."""
+        if self.outer_lr is None or self.local_steps is None:
+            return None
+        return DiLoCo(parameters, self.local_steps, self.outer_lr, self.outer_momentum)
+
 
 def cast_floats(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return inputs in a run's precision; numbers of tokens stay whole."""
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+@lru_cache(maxsize=64)
+def _schedule(text: str, workers: int, steps_per_epoch: int) -> Schedule:
+    return topology.parse(text, workers, steps_per_epoch=steps_per_epoch)
 
 
 def _check_name(table: dict[str, Any], name: str, what: str) -> None:

@@ -1,5 +1,6 @@
-"""Optimizers for decentralized training; ordinary torch optimizers."""
+"""Optimizers for decentralized training; ordinary torch optimizers, and an outer one."""
 
 from gossamer.optim.accum_adam import AccumAdam, AccumAdamW
+from gossamer.optim.diloco import DiLoCo
 
-__all__ = ["AccumAdam", "AccumAdamW"]
+__all__ = ["AccumAdam", "AccumAdamW", "DiLoCo"]

@@ -136,6 +136,18 @@ def one_peer_hypercube(num_workers: int) -> Schedule:
     return Schedule(num_workers, max(1, num_bits), build)
 
 
+def local_sgd(num_workers: int, every: int = 8) -> Schedule:
+    """Nobody talks, but every so many steps all workers average: local SGD."""
+    check_workers(num_workers)
+    _positive(every, "local_sgd", "every")
+
+    def build(step: int) -> Round:
+        alone = np.arange(num_workers)
+        return group_average(alone if step < every - 1 else np.zeros_like(alone))
+
+    return Schedule(num_workers, every, build)
+
+
 def random_matching(num_workers: int, seed: int = 0) -> Schedule:
     """A new random pairing at every step; with an odd number of workers one rests."""
     check_workers(num_workers)

@@ -7,10 +7,20 @@ from collections.abc import Callable
 
 from gossamer.errors import UserError
 from gossamer.workloads import digits
-from gossamer.workloads.sharding import Draw, draw_batches
-from gossamer.workloads.workload import Data, Recipe, Workload
+from gossamer.workloads.sharding import Draw, draw_batches, parse_sharding
+from gossamer.workloads.workload import Data, Recipe, Samples, Workload
 
-__all__ = ["WORKLOADS", "Data", "Draw", "Recipe", "Workload", "draw_batches", "find"]
+__all__ = [
+    "WORKLOADS",
+    "Data",
+    "Draw",
+    "Recipe",
+    "Samples",
+    "Workload",
+    "draw_batches",
+    "find",
+    "parse_sharding",
+]
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {
     "digits-mlp": digits.mlp,

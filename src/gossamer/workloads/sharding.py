@@ -14,6 +14,13 @@ _SHUFFLE, _DRAW = 0, 1
 """Streams of random numbers that must not be the same."""
 
 
+def parse_sharding(text: str) -> str:
+    """Check how samples are dealt to workers."""
+    if text != "iid":
+        raise UserError(f"sharding must be iid, got {text!r}")
+    return text
+
+
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:

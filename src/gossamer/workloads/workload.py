@@ -4,20 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import final
+from typing import Protocol, TypeAlias, final
 
+import numpy as np
 from torch import Tensor, nn
+
+Options: TypeAlias = dict[str, float | bool | tuple[float, ...]]
+
+
+class Samples(Protocol):
+    """Samples that are fetched by their numbers: a tensor, or files that are read when asked for.
+
+    ``samples[chosen]`` is a tensor with the shape of ``chosen`` before that of one sample.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, chosen: Tensor, /) -> Tensor: ...
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class Data:
-    """Samples along the first dimension."""
+    """What a workload learns from and is judged by."""
 
-    train_inputs: Tensor
-    train_targets: Tensor
-    test_inputs: Tensor
-    test_targets: Tensor
+    train_inputs: Samples
+    train_targets: Samples
+    test_inputs: Samples
+    test_targets: Samples
+    labels: Tensor | None = None
+    """The class of each training sample, where there are classes: for skewed shards."""
 
 
 @final
@@ -28,17 +44,34 @@ class Recipe:
     optimizer: str
     """A name in ``engine.OPTIMIZERS``."""
 
-    optimizer_options: dict[str, float | bool | tuple[float, ...]]
+    optimizer_options: Options
     lr: float
+    """At ``reference_batch`` samples per averaging neighbourhood, where it is scaled."""
+
     lr_schedule: str
     """A name in ``engine.LR_SCHEDULES``."""
+
+    lr_scaling: str = "none"
+    """A name in ``engine.LR_SCALINGS``."""
+
+    reference_batch: int = 256
+    warmup_epochs: float = 0.0
+    """During which the learning rate rises linearly."""
 
     batch_size: int
     """Samples per worker and step."""
 
     epochs: int
-    steps_per_epoch: int
-    """The same for any number of workers: runs at different scales take equally many steps."""
+    steps_per_epoch: int | None = None
+    """The same for any number of workers; by default one pass of all workers over the samples."""
+
+    sharding: str = "iid"
+    """As ``workloads.parse_sharding`` takes it."""
+
+
+def as_they_are(inputs: Tensor, generator: np.random.Generator | None) -> Tensor:
+    """Return samples that a model takes as they are stored."""
+    return inputs
 
 
 @final
@@ -50,15 +83,27 @@ class Workload:
     version: int
     """Raised when results of before cannot be compared with those of after."""
 
+    num_train: int
+    """Training samples, as published: known before the data are there."""
+
     make_model: Callable[[], nn.Module]
     """Draws initial parameters from torch's generator, which the caller has seeded."""
 
     load: Callable[[], Data]
+    """Reads the data once per process; raises a UserError that says how to get them."""
+
     loss: Callable[[Tensor, Tensor], Tensor]
     """Mean over a batch, of outputs and targets."""
 
+    transform: Callable[[Tensor, np.random.Generator | None], Tensor] = as_they_are
+    """From stored samples to what the model takes; with a generator, augmented for training."""
+
     metric_name: str
-    metric: Callable[[Tensor, Tensor], float]
-    """What an evaluation reports, of outputs and targets of the test data."""
+    higher_is_better: bool = True
+    evaluate: Callable[[nn.Module, Data], float]
+    """The metric of a model on the test data; the model is in evaluation mode."""
+
+    target: float | None = None
+    """The metric that counts as trained, for time and bytes to it."""
 
     recipe: Recipe
