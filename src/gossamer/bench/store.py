@@ -140,16 +140,19 @@ class Store:
         part = self._part(run_id, os.getpid())
         with _explained(part):
             lines = part.open("w")
-        with lines:
 
-            def write(record: Record) -> None:
-                with _explained(part):
-                    lines.write(to_line(record) + "\n")
-                    lines.flush()
+        def write(record: Record) -> None:
+            with _explained(part):
+                lines.write(to_line(record) + "\n")
+                lines.flush()
 
+        try:
             yield write
             with _explained(part):
                 os.fsync(lines.fileno())
+        finally:
+            with contextlib.suppress(OSError):  # of a full disk, once more
+                lines.close()
         self._settle(part, run_id)
 
     def conclude(self, started: Started, process: int, ended: Ended) -> None:
