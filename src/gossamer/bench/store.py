@@ -78,11 +78,11 @@ class Store:
                     "the other to end, or choose another folder with --out"
                 ) from None
             with _explained(self.folder):
+                for part in self._runs.glob("*.part"):
+                    part.unlink()  # first: where the disk is full, this makes room
                 aside = self.folder / "experiment.toml.part"
                 aside.write_text(text)
                 aside.replace(self.experiment_path)
-                for part in self._runs.glob("*.part"):
-                    part.unlink()
             yield
 
     @property
