@@ -99,14 +99,17 @@ def environment() -> dict[str, str]:
 
 def _samples(spec: RunSpec, workers: Sequence[int], epoch: int) -> npt.NDArray[np.int64]:
     """Return the samples of these workers, [workers, steps, batch]."""
+    data = spec.make_workload().load()
     draw = Draw(
-        num_samples=len(spec.make_workload().load().train_inputs),
+        num_samples=len(data.train_inputs),
         num_workers=spec.workers,
         batch_size=spec.batch_size,
         steps_per_epoch=spec.steps_per_epoch,
         seed=spec.seed,
+        sharding=spec.sharding,
+        labels=None if data.labels is None else data.labels.numpy(),
     )
-    return np.stack([draw_batches(draw, worker, epoch) for worker in workers])
+    return draw_batches(draw, workers, epoch)
 
 
 def _spread(num_workers: int) -> list[int]:
