@@ -7,13 +7,15 @@ version, and fields that they do not know.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from gossamer.errors import UserError
 
 SCHEMA = 1
+
+Status: TypeAlias = Literal["done", "diverged", "timeout", "error", "skipped"]
 
 
 class _Record(BaseModel):
@@ -33,6 +35,15 @@ class Started(_Record):
     environment: dict[str, str]
 
 
+class Spread(NamedTuple):
+    """How unequal a tensor's norm is over replicas, just before they are averaged."""
+
+    gini: float
+    index_of_dispersion: float
+    coefficient_of_variation: float
+    quartile_coefficient: float
+
+
 class Step(_Record):
     """One training step, measured after it."""
 
@@ -42,14 +53,33 @@ class Step(_Record):
 
     epoch: int
     lr: float
-    losses: list[float]
-    """Of each worker's batch, at its own parameters, before the update."""
+    loss: float
+    """Mean over workers, each of its batch at its own parameters, before the update."""
 
+    worst_loss: float
     distance: float
-    """Consensus distance Ξ between workers."""
+    """Consensus distance Ξ between workers, estimated from sketches."""
+
+    theta: float
+    """Θ: how far the next round of the schedule would move workers."""
+
+    dispersion: dict[str, Spread]
+    """Of each parameter tensor; empty where workers hold one model."""
+
+    rounds: int
+    """How often this step mixed, or the next one does where exchanges overlap with gradients."""
+
+    degree: int
+    """The most neighbours that any worker has in these rounds."""
+
+    target: float | None
+    """Under which a control was to keep the distance."""
 
     bytes_sent: float
     """By the average worker so far."""
+
+    train_s: float
+    """Time in training steps so far, without evaluation and records."""
 
 
 class Evaluation(_Record):
@@ -64,14 +94,20 @@ class Evaluation(_Record):
     replicas: dict[int, float]
     """Of workers' own models: of all, or of some where there are many."""
 
+    bytes_sent: float
+    train_s: float
+
 
 class Ended(_Record):
     """A run came to its end."""
 
     kind: Literal["ended"] = "ended"
-    status: Literal["done", "diverged"]
-    steps: int
-    train_s: float
+    status: Status
+    reason: str = ""
+    """Why, where it is not done."""
+
+    steps: int = 0
+    train_s: float = 0.0
     """Time in training steps, without evaluation and records."""
 
 

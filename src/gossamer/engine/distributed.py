@@ -21,15 +21,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from gossamer.engine.batches import Batches
 from gossamer.engine.loop import train
-from gossamer.engine.spec import CENTRALIZED, DTYPES, RunSpec, cast_floats
-from gossamer.gossip import decentralize
+from gossamer.engine.spec import CENTRALIZED, RunSpec, set_lr, trained_names
+from gossamer.gossip import Gossip, decentralize
 from gossamer.records import Record, from_line, to_line
 from gossamer.simulate import worker_seed
+from gossamer.topology.round import FloatArray
 
 _POLL_S = 0.05
 
@@ -83,7 +85,8 @@ class _Method(Protocol):
     module: nn.Module
     """What a forward pass goes through."""
 
-    def distance(self) -> float: ...
+    @property
+    def mixing(self) -> Gossip | None: ...
 
     def averaged(self) -> AbstractContextManager[None]: ...
 
@@ -99,14 +102,12 @@ class _AllReduce:
 
     def __init__(self, model: nn.Module) -> None:
         self.module: nn.Module = DistributedDataParallel(model)
+        self.mixing = None
         size, num_bytes = (
             dist.get_world_size(),
             sum(p.nbytes for p in model.parameters() if p.requires_grad),
         )
         self._bytes_per_step = 2 * (size - 1) / size * num_bytes
-
-    def distance(self) -> float:
-        return 0.0
 
     def averaged(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -124,27 +125,25 @@ class _Mixing:
 
     def __init__(self, spec: RunSpec, model: nn.Module, optimizer: Optimizer) -> None:
         self.module = model
-        self._gossip = decentralize(
+        self.mixing = decentralize(
             model,
             optimizer,
-            spec.topology,
+            spec.schedule,
             order=spec.order,
             gossip_steps=spec.gossip_steps,
             control=spec.control,
+            norms_every=spec.log_every,
         )
         self._overlapped = spec.order == "awc"
         self._on_the_wire = 0.0
 
-    def distance(self) -> float:
-        return self._gossip.consensus_distance()
-
     def averaged(self) -> AbstractContextManager[None]:
-        return self._gossip.averaged()
+        return self.mixing.averaged()
 
     def bytes_of(self, step: Callable[[], object]) -> float:
-        before = self._gossip.bytes_sent
+        before = self.mixing.bytes_sent
         step()
-        sent = self._gossip.bytes_sent - before
+        sent = self.mixing.bytes_sent - before
         if not self._overlapped:
             return sent
         # An overlapped step mixes what the one before it has sent.
@@ -152,72 +151,75 @@ class _Mixing:
         return mixed
 
     def close(self) -> None:
-        self._gossip.close()
+        self.mixing.close()
 
 
 class _Rank:
     def __init__(self, spec: RunSpec) -> None:
-        self.workers = [dist.get_rank()]
+        self._rank = dist.get_rank()
+        self._batches = Batches(spec, [self._rank])
         self._workload = spec.make_workload()
-        data = self._workload.load()
-        dtype = DTYPES[spec.dtype]
-        self._inputs, self._targets = cast_floats(data.train_inputs, dtype), data.train_targets
-        self._test = cast_floats(data.test_inputs, dtype), data.test_targets
         self._model = spec.make_model()
+        self.tensor_names = trained_names(self._model)
         self._optimizer = spec.make_optimizer(self._model.parameters())
         self._method: _Method = (
             _AllReduce(self._model)
             if spec.topology == CENTRALIZED
             else _Mixing(spec, self._model, self._optimizer)
         )
+        self._outer = spec.make_outer(p for p in self._model.parameters() if p.requires_grad)
         self._seed, self._num_steps = spec.seed, 0
         self._loss = self._sent = 0.0
 
+    @property
+    def mixing(self) -> Gossip | None:
+        return self._method.mixing
+
+    def draw(self, epoch: int) -> npt.NDArray[np.int64]:
+        return self._batches.draw(epoch)
+
     def step(self, samples: npt.NDArray[np.int64], lr: float) -> None:
-        chosen = torch.from_numpy(samples[0])
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
+        inputs, targets = self._batches.fetch(samples, self._num_steps)
+        set_lr(self._optimizer, lr)
         self._model.train()
         self._optimizer.zero_grad()
         # What a forward pass draws is what this worker draws in a simulation.
-        torch.manual_seed(worker_seed(self._seed, self.workers[0], self._num_steps))
+        torch.manual_seed(worker_seed(self._seed, self._rank, self._num_steps))
         self._num_steps += 1
-        outputs = self._method.module(self._inputs[chosen])
-        loss = self._workload.loss(outputs, self._targets[chosen])
+        loss = self._workload.loss(self._method.module(inputs[0]), targets[0])
         loss.backward()
         self._sent += self._method.bytes_of(self._optimizer.step)
+        if self._outer is not None:
+            self._outer.step()
         self._loss = float(loss.detach())
 
-    def losses(self) -> list[float]:
+    def losses(self) -> FloatArray:
         return _gather(self._loss)
 
-    def distance(self) -> float:
-        return self._method.distance()
-
     def bytes_sent(self) -> float:
-        return float(np.mean(_gather(self._sent)))
+        return float(_gather(self._sent).mean())
+
+    def slowest(self, seconds: float) -> float:
+        return float(_gather(seconds).max())
 
     def evaluate(self, replicas: Sequence[int]) -> tuple[float, dict[int, float]]:
-        own = _gather(self._metric())
+        own = _gather(self._metric() if self._rank in replicas else 0.0)
         with self._method.averaged():
             average = self._metric()
-        return average, {worker: own[worker] for worker in replicas}
+        return average, {worker: float(own[worker]) for worker in replicas}
 
     def close(self) -> None:
         self._method.close()
 
-    @torch.no_grad()
     def _metric(self) -> float:
-        inputs, targets = self._test
-        outputs: Tensor = self._model.eval()(inputs)
-        return self._workload.metric(outputs, targets)
+        return self._workload.evaluate(self._model.eval(), self._batches.data)
 
 
-def _gather(value: float) -> list[float]:
+def _gather(value: float) -> FloatArray:
     """Return every rank's number."""
     values = torch.empty(dist.get_world_size(), dtype=torch.float64)
     dist.all_gather_single(values, torch.tensor([value], dtype=torch.float64))
-    return values.tolist()
+    return values.numpy()
 
 
 def train_rank(spec: RunSpec) -> Iterator[Record]:

@@ -5,20 +5,36 @@ from __future__ import annotations
 import math
 import platform
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib import metadata
-from typing import Protocol
+from typing import Any, Protocol, final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from gossamer.consensus import Decision, dispersion, sketch_distance, theta
 from gossamer.engine.spec import RunSpec
-from gossamer.records import Ended, Evaluation, Record, Started, Step
-from gossamer.workloads import Draw, draw_batches
+from gossamer.records import Ended, Evaluation, Record, Spread, Started, Step
+from gossamer.topology import Schedule
+from gossamer.topology.round import FloatArray
 
-_MOST_REPLICAS = 16
-"""How many workers' own models are evaluated."""
+
+class Mixing(Protocol):
+    """Workers that mix: a Simulation, or one rank's Gossip."""
+
+    schedule: Schedule
+    last_norms: FloatArray | None
+
+    @property
+    def decision(self) -> Decision | None:
+        """What a control decided last."""
+        ...
+
+    def sketches(self) -> FloatArray:
+        """Return a sketch of every worker's parameters, [W, m]."""
+        ...
 
 
 class Trainer(Protocol):
@@ -28,24 +44,33 @@ class Trainer(Protocol):
     """
 
     @property
-    def workers(self) -> Sequence[int]:
-        """The workers that live in this process."""
+    def mixing(self) -> Mixing | None:
+        """What mixes; None where all workers hold one model."""
+        ...
+
+    @property
+    def tensor_names(self) -> Sequence[str]:
+        """The trained tensors, in the order of their norms."""
+        ...
+
+    def draw(self, epoch: int) -> npt.NDArray[np.int64]:
+        """Return the samples of the workers that live in this process, [workers, steps, batch]."""
         ...
 
     def step(self, samples: npt.NDArray[np.int64], lr: float) -> None:
         """Take a training step on these workers' batches, [workers, batch]."""
         ...
 
-    def losses(self) -> list[float]:
+    def losses(self) -> FloatArray:
         """Return all workers' losses in the last step."""
-        ...
-
-    def distance(self) -> float:
-        """Return the consensus distance."""
         ...
 
     def bytes_sent(self) -> float:
         """Return what the average worker has sent so far."""
+        ...
+
+    def slowest(self, seconds: float) -> float:
+        """Return the longest of all processes' times."""
         ...
 
     def evaluate(self, replicas: Sequence[int]) -> tuple[float, dict[int, float]]:
@@ -56,33 +81,130 @@ class Trainer(Protocol):
 def train(spec: RunSpec, trainer: Trainer) -> Iterator[Record]:
     """Run a specification; yield its records."""
     yield Started(run_id=spec.id, spec=spec.model_dump(), environment=environment())
-    replicas = _spread(spec.workers)
-    step, train_s, diverged = 0, 0.0, False
-    for epoch in range(spec.epochs):
-        samples = _samples(spec, trainer.workers, epoch)
+    replicas = _spread(spec.workers, spec.evaluate_replicas)
+    clock = _Clock(spec, trainer)
+    while not clock.over:
+        epoch = clock.step // spec.steps_per_epoch
+        samples = trainer.draw(epoch)
         for batch in range(spec.steps_per_epoch):
-            began = time.perf_counter()
-            trainer.step(samples[:, batch], spec.lr_at(step))
-            train_s += time.perf_counter() - began
-            step += 1
-            if step % spec.log_every == 0 or step == spec.num_steps:
-                losses = trainer.losses()
-                yield Step(
-                    step=step,
-                    epoch=epoch,
-                    lr=spec.lr_at(step - 1),
-                    losses=losses,
-                    distance=trainer.distance(),
-                    bytes_sent=trainer.bytes_sent(),
+            clock.time(partial(trainer.step, samples[:, batch], clock.lr))
+            if clock.step % spec.log_every and clock.step < spec.num_steps:
+                continue
+            clock.look()
+            measured = _measure(spec, clock, trainer)
+            yield measured
+            if not math.isfinite(measured.loss):
+                reason = f"the loss was {measured.loss} after {clock.step} steps"
+                yield Ended(
+                    status="diverged", reason=reason, steps=clock.step, train_s=clock.train_s
                 )
-                diverged = not all(map(math.isfinite, losses))
-            if diverged:
-                yield Ended(status="diverged", steps=step, train_s=train_s)
                 return
-        if (epoch + 1) % spec.evaluate_every == 0 or epoch + 1 == spec.epochs:
+            if clock.over:
+                break
+        if (epoch + 1) % spec.evaluate_every == 0 or clock.over:
+            clock.look()
             average, own = trainer.evaluate(replicas)
-            yield Evaluation(step=step, epoch=epoch, average=average, replicas=own)
-    yield Ended(status="done", steps=step, train_s=train_s)
+            yield Evaluation(
+                step=clock.step,
+                epoch=epoch,
+                average=average,
+                replicas=own,
+                bytes_sent=clock.bytes_sent,
+                train_s=clock.train_s,
+            )
+    yield Ended(status="done", steps=clock.step, train_s=clock.train_s)
+
+
+@final
+class _Clock:
+    """How far a run is: in steps, and in bytes and time, which may be its budget."""
+
+    def __init__(self, spec: RunSpec, trainer: Trainer) -> None:
+        self._spec = spec
+        self._trainer = trainer
+        self._own_s = 0.0
+        self.step = 0
+        self.lr = spec.lr_at(0)
+        """The learning rate of the next step."""
+        self.last_lr = 0.0
+        self.bytes_sent = self.train_s = 0.0
+
+    @property
+    def over(self) -> bool:
+        """Whether one of the run's limits is reached."""
+        return self._done() >= 1
+
+    def time(self, take_step: Callable[[], None]) -> None:
+        """Take a step."""
+        began = time.perf_counter()
+        take_step()
+        self._own_s += time.perf_counter() - began
+        self.step += 1
+        self.last_lr, self.lr = self.lr, self._spec.lr_at(self.step, self._done())
+
+    def look(self) -> None:
+        """Learn what all processes have spent; a collective call, so that all end together."""
+        self.bytes_sent = self._trainer.bytes_sent()
+        self.train_s = self._trainer.slowest(self._own_s)
+
+    def _done(self) -> float:
+        """Return the share of the run that is behind, by the limit that is nearest."""
+        spec = self._spec
+        return max(
+            self.step / spec.num_steps,
+            self.bytes_sent / (spec.max_bytes or math.inf),
+            self.train_s / (spec.max_train_s or math.inf),
+        )
+
+
+def _measure(spec: RunSpec, clock: _Clock, trainer: Trainer) -> Step:
+    """Return the record of the step that was just taken."""
+    losses = trainer.losses()
+    mixing = trainer.mixing
+    return Step(
+        step=clock.step,
+        epoch=(clock.step - 1) // spec.steps_per_epoch,
+        lr=clock.last_lr,
+        loss=float(losses.mean()),
+        worst_loss=float(losses.max()),
+        bytes_sent=clock.bytes_sent,
+        train_s=clock.train_s,
+        **(_one_model(spec) if mixing is None else _differences(spec, clock, trainer, mixing)),
+    )
+
+
+def _one_model(spec: RunSpec) -> dict[str, Any]:
+    return {
+        "distance": 0.0,
+        "theta": 0.0,
+        "dispersion": {},
+        "rounds": 1,
+        "degree": spec.workers - 1,
+        "target": None,
+    }
+
+
+def _differences(spec: RunSpec, clock: _Clock, trainer: Trainer, mixing: Mixing) -> dict[str, Any]:
+    """Return how far workers are apart, and what is done about it."""
+    sketches = mixing.sketches()
+    decision, norms = mixing.decision, mixing.last_norms
+    plain = (mixing.schedule.round(clock.step - 1),) * spec.gossip_steps
+    rounds = plain if decision is None else decision.rounds
+    spreads: dict[str, Spread] = {}
+    if norms is not None and clock.step % spec.log_every == 0:  # else they are of another step
+        measures = zip(*dispersion(norms), strict=True)
+        spreads = {
+            name: Spread(*map(float, of_tensor))
+            for name, of_tensor in zip(trainer.tensor_names, measures, strict=True)
+        }
+    return {
+        "distance": sketch_distance(sketches),
+        "theta": theta(sketches, mixing.schedule.round(clock.step)),
+        "dispersion": spreads,
+        "rounds": len(rounds),
+        "degree": max((round.degree for round in rounds), default=0),
+        "target": decision.target if decision is not None else None,
+    }
 
 
 def environment() -> dict[str, str]:
@@ -97,22 +219,7 @@ def environment() -> dict[str, str]:
     }
 
 
-def _samples(spec: RunSpec, workers: Sequence[int], epoch: int) -> npt.NDArray[np.int64]:
-    """Return the samples of these workers, [workers, steps, batch]."""
-    data = spec.make_workload().load()
-    draw = Draw(
-        num_samples=len(data.train_inputs),
-        num_workers=spec.workers,
-        batch_size=spec.batch_size,
-        steps_per_epoch=spec.steps_per_epoch,
-        seed=spec.seed,
-        sharding=spec.sharding,
-        labels=None if data.labels is None else data.labels.numpy(),
-    )
-    return draw_batches(draw, workers, epoch)
-
-
-def _spread(num_workers: int) -> list[int]:
+def _spread(num_workers: int, most: int) -> list[int]:
     """Return all workers, or some at even distances where there are many."""
-    places = np.linspace(0, num_workers - 1, min(num_workers, _MOST_REPLICAS))
+    places = np.linspace(0, num_workers - 1, min(num_workers, most))
     return sorted({round(place) for place in places.tolist()})

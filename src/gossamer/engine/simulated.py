@@ -7,12 +7,14 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from gossamer.engine.batches import Batches
 from gossamer.engine.loop import train
-from gossamer.engine.spec import CENTRALIZED, DTYPES, RunSpec, cast_floats
+from gossamer.engine.spec import CENTRALIZED, DTYPES, RunSpec, set_lr, trained_names
 from gossamer.records import Record
 from gossamer.simulate import Centralized, Simulation
+from gossamer.topology.round import FloatArray
 
 
 def run(spec: RunSpec) -> Iterator[Record]:
@@ -22,54 +24,60 @@ def run(spec: RunSpec) -> Iterator[Record]:
 
 class _Virtual:
     def __init__(self, spec: RunSpec) -> None:
-        self.workers = range(spec.workers)
+        self._batches = Batches(spec, range(spec.workers))
         self._workload = spec.make_workload()
-        data = self._workload.load()
-        self._inputs, self._targets = data.train_inputs, data.train_targets
-        self._test = cast_floats(data.test_inputs, DTYPES[spec.dtype]), data.test_targets
-        model, loss = spec.make_model(), self._workload.loss
-        dtype = DTYPES[spec.dtype]
+        model, dtype = spec.make_model(), DTYPES[spec.dtype]
+        self.tensor_names = trained_names(model)
         self._sim: Simulation | Centralized
         if spec.topology == CENTRALIZED:
+            self.mixing = None
             self._sim = Centralized(
-                model, loss, spec.make_optimizer, spec.workers, dtype=dtype, seed=spec.seed
-            )
-        else:
-            self._sim = Simulation(
                 model,
-                loss,
+                self._workload.loss,
                 spec.make_optimizer,
                 spec.workers,
-                spec.topology,
+                dtype=dtype,
+                seed=spec.seed,
+            )
+        else:
+            self.mixing = self._sim = Simulation(
+                model,
+                self._workload.loss,
+                spec.make_optimizer,
+                spec.workers,
+                spec.schedule,
                 spec.order,
                 gossip_steps=spec.gossip_steps,
                 control=spec.control,
                 dtype=dtype,
                 seed=spec.seed,
+                norms_every=spec.log_every,
             )
+        self._outer = spec.make_outer(self._sim.parameters.values())
         self._losses = torch.empty(0)
 
+    def draw(self, epoch: int) -> npt.NDArray[np.int64]:
+        return self._batches.draw(epoch)
+
     def step(self, samples: npt.NDArray[np.int64], lr: float) -> None:
-        chosen = torch.from_numpy(samples)
-        for group in self._sim.optimizer.param_groups:
-            group["lr"] = lr
-        self._losses = self._sim.step(self._inputs[chosen], self._targets[chosen])
+        set_lr(self._sim.optimizer, lr)
+        inputs, targets = self._batches.fetch(samples, self._sim.num_steps)
+        self._losses = self._sim.step(inputs, targets)
+        if self._outer is not None:
+            self._outer.step()
 
-    def losses(self) -> list[float]:
-        return self._losses.tolist()
-
-    def distance(self) -> float:
-        return self._sim.consensus_distance()
+    def losses(self) -> FloatArray:
+        return self._losses.double().numpy(force=True)
 
     def bytes_sent(self) -> float:
         return float(np.mean(self._sim.bytes_sent))
+
+    def slowest(self, seconds: float) -> float:
+        return seconds
 
     def evaluate(self, replicas: Sequence[int]) -> tuple[float, dict[int, float]]:
         own = {worker: self._metric(self._sim.worker(worker)) for worker in replicas}
         return self._metric(self._sim.average()), own
 
-    @torch.no_grad()
     def _metric(self, model: nn.Module) -> float:
-        inputs, targets = self._test
-        outputs: Tensor = model.eval()(inputs)
-        return self._workload.metric(outputs, targets)
+        return self._workload.evaluate(model.eval(), self._batches.data)

@@ -11,7 +11,15 @@ from functools import lru_cache
 from typing import Any, Literal, TypeAlias
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -101,7 +109,7 @@ class RunSpec(BaseModel):
     """Whether it is the neighbourhood of each step, or that of the first one."""
 
     reference_batch: PositiveInt = _FROM_RECIPE
-    warmup_epochs: float = Field(default=None, ge=0)
+    warmup_epochs: NonNegativeFloat = _FROM_RECIPE
     batch_size: PositiveInt = _FROM_RECIPE
     """Samples per worker and step."""
 
@@ -231,9 +239,15 @@ class RunSpec(BaseModel):
         return DiLoCo(parameters, self.local_steps, self.outer_lr, self.outer_momentum)
 
 
-def cast_floats(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return inputs in a run's precision; numbers of tokens stay whole."""
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+def set_lr(optimizer: Optimizer, lr: float) -> None:
+    """Give an optimizer the learning rate of a step."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def trained_names(model: torch.nn.Module) -> list[str]:
+    """Return the names of the parameters that are trained."""
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
 @lru_cache(maxsize=64)

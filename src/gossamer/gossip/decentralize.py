@@ -90,7 +90,7 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
             by ``averaged()`` and ``finalize()``; ``"local"``: never touched; or ``"mix"``: mixed
             at every step, as parameters are. Other buffers stay as they are.
         bucket_mb: size of a bucket in megabytes.
-        norms_every: steps between two measurements of ``last_norms``; 0 for none.
+        norms_every: every so many steps ``last_norms`` is measured; 0 for never.
         timeout: how long a message may take from when it is begun, the peers' computation included.
 
     Returns:

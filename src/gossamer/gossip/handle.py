@@ -170,6 +170,16 @@ class Gossip:
                 squared += torch.linalg.vector_norm(difference, dtype=torch.float64) ** 2
             return float(self._transport.average(squared).sqrt())
 
+    def sketches(self) -> FloatArray:
+        """Return a sketch of every worker's parameters, [n, m]: their distances, nearly.
+
+        A collective call that lets an exchange in flight go on. ``consensus.sketch_distance`` and
+        ``consensus.theta`` read it; it costs a pass over the parameters and 2 kB per rank.
+        """
+        self._check_open()
+        self._refuse_while_joining("sketches()")
+        return self._meter.begin_parameters()()
+
     def gather(self, value: int) -> list[int]:
         """Return every rank's number, in the order of ranks. A collective call."""
         return self.begin_gather(value, "a number from every rank")()
@@ -453,7 +463,7 @@ class Gossip:
     def _finish_step(self) -> None:
         self._stepped, self._mixed = [], False
         self._guard.renew()
-        if self._norms_every and self.num_steps % self._norms_every == 0:
+        if self._norms_every and (self.num_steps + 1) % self._norms_every == 0:
             own = tensor_norms([tensor.unsqueeze(0) for tensor in self._tensors.trained])
             gathered = self._transport.begin_gather_rows(torch.from_numpy(own[:, 0]))
             self.last_norms = gathered().T.numpy()

@@ -71,7 +71,7 @@ class Simulation:
             default what is free. Workers are computed in chunks that keep to it.
         gradients: ``"vmap"`` computes workers together, ``"loop"`` one after the other;
             ``"auto"`` times both in the first steps and keeps the faster. They agree to rounding.
-        norms_every: steps between two measurements of ``last_norms``; 0 for none.
+        norms_every: every so many steps ``last_norms`` is measured; 0 for never.
     """
 
     def __init__(  # noqa: PLR0913 - one keyword per option
@@ -131,7 +131,8 @@ class Simulation:
         )
         self._next_rounds: tuple[Round, ...] = ()
         """What awc's next step mixes with."""
-        self._plan = make_plan(_Meter(self._parameters, self._update.optimizer))
+        self._meter = _Meter(self._parameters, self._update.optimizer)
+        self._plan = make_plan(self._meter)
         self._norms_every = check_interval(norms_every)
         self.last_norms: FloatArray | None = None
         """L2 norms [T, W] of every parameter tensor of every worker, after an update and before it
@@ -205,7 +206,7 @@ class Simulation:
 
     def _update_and_measure(self) -> None:
         self._update.step()
-        if self._norms_every and self.num_steps % self._norms_every == 0:
+        if self._norms_every and (self.num_steps + 1) % self._norms_every == 0:
             self.last_norms = tensor_norms([*self._parameters.values()])
 
     def _gradient(self, inputs: Any, targets: Any) -> Tensor:
@@ -268,6 +269,10 @@ class Simulation:
             for p in self._parameters.values()
         )
         return math.sqrt(squared)
+
+    def sketches(self) -> FloatArray:
+        """Return a sketch of every worker's parameters, [W, m]: their distances, nearly."""
+        return self._meter.begin_parameters()()
 
     @torch.no_grad()
     def norms(self) -> dict[str, Tensor]:

@@ -1,0 +1,62 @@
+"""Workers' batches, as a model takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from gossamer.engine.spec import DTYPES, RunSpec
+from gossamer.workloads import Draw, draw_batches
+
+_AUGMENT = 2
+"""A stream of random numbers besides those of ``workloads.sharding``."""
+
+
+@final
+class Batches:
+    """The training samples of some workers of a run: which, and in which form."""
+
+    def __init__(self, spec: RunSpec, workers: Sequence[int]) -> None:
+        self._workers = workers
+        self.data = spec.make_workload().load()
+        self._transform = spec.make_workload().transform
+        self._dtype = DTYPES[spec.dtype]
+        self._seed = spec.seed
+        self._draw = Draw(
+            num_samples=len(self.data.train_inputs),
+            num_workers=spec.workers,
+            batch_size=spec.batch_size,
+            steps_per_epoch=spec.steps_per_epoch,
+            seed=spec.seed,
+            sharding=spec.sharding,
+            labels=None if self.data.labels is None else self.data.labels.numpy(),
+        )
+
+    def draw(self, epoch: int) -> npt.NDArray[np.int64]:
+        """Return the numbers of the samples of an epoch, [workers, steps, batch]."""
+        return draw_batches(self._draw, self._workers, epoch)
+
+    def fetch(self, samples: npt.NDArray[np.int64], step: int) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets of one step, [workers, batch, ...].
+
+        What a worker's augmentation draws depends on the seed, the worker and the step alone.
+        """
+        chosen = torch.from_numpy(samples)
+        stored = self.data.train_inputs[chosen]
+        inputs = torch.stack(
+            [
+                self._transform(batch, np.random.default_rng((self._seed, _AUGMENT, worker, step)))
+                for batch, worker in zip(stored, self._workers, strict=True)
+            ]
+        )
+        return _cast(inputs, self._dtype), self.data.train_targets[chosen]
+
+
+def _cast(inputs: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return inputs in a run's precision; numbers of tokens stay whole."""
+    return inputs.to(dtype) if inputs.is_floating_point() else inputs
