@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Callable
 
 from gossamer.errors import UserError
-from gossamer.workloads import digits
+from gossamer.workloads import bytes_of_text, digits, quadratic
 from gossamer.workloads.sharding import Draw, draw_batches, parse_sharding
 from gossamer.workloads.workload import Data, Recipe, Samples, Workload
 
@@ -23,7 +23,10 @@ __all__ = [
 ]
 
 WORKLOADS: dict[str, Callable[[], Workload]] = {
+    "quadratic": quadratic.quadratic,
     "digits-mlp": digits.mlp,
+    "digits-cnn": digits.cnn,
+    "stdlib-gpt": bytes_of_text.stdlib_gpt,
 }
 
 
