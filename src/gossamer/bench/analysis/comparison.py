@@ -100,7 +100,8 @@ def crossovers(tables: Tables) -> pl.DataFrame:
     ``after`` from there on; ``count`` is how often they cross.
     """
     rows: list[dict[str, Any]] = []
-    curves = mean_curves(tables)
+    done = tables.runs.filter(pl.col("status") == "done")
+    curves = mean_curves(tables.evaluations, done)
     for key, group in curves.group_by(SETTING, maintain_order=True):
         methods = group["method"].unique(maintain_order=True).to_list()
         sign = 1 if group["higher_is_better"][0] else -1
@@ -117,16 +118,19 @@ def crossovers(tables: Tables) -> pl.DataFrame:
     return pl.DataFrame(rows, schema=_CROSSOVER_SCHEMA)
 
 
-def mean_curves(tables: Tables) -> pl.DataFrame:
-    """Return evaluations by workload, scale, method and step: mean, least and most over runs."""
-    kept = tables.runs.select(
-        "run_id", *SETTING, "method", "metric", "higher_is_better", "status"
-    ).filter(pl.col("status").is_in(["done", "unfinished", "diverged"]))
+def mean_curves(evaluations: pl.DataFrame, runs: pl.DataFrame) -> pl.DataFrame:
+    """Return evaluations by workload, scale, method and step: mean, least and most over runs.
+
+    Args:
+        evaluations: of ``Tables``.
+        runs: those to take. A step that some of a method's runs do not have is left out: it would
+            change who is in the mean.
+    """
     values = ["average", "replicas_mean", "replicas_worst"]
-    joined = tables.evaluations.join(kept, on="run_id", maintain_order="left")
-    # A step that some runs have not reached would mix who is in the mean.
+    named = runs.select("run_id", *SETTING, "method", "higher_is_better")
     return (
-        joined.group_by([*SETTING, "method", "step"], maintain_order=True)
+        evaluations.join(named, on="run_id", maintain_order="left")
+        .group_by([*SETTING, "method", "step"], maintain_order=True)
         .agg(
             pl.col("higher_is_better").first(),
             pl.len().alias("runs"),
