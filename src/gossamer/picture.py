@@ -134,6 +134,34 @@ def save(figure: Figure, path: Path) -> None:
         raise UserError(f"cannot write {path}: {error.strerror}; choose another place") from error
 
 
+def thumbnail(schedule: Schedule, step: int = 0, most_edges: int = 400) -> str:
+    """Return the graph that is used from a step on as a small SVG, to stand in a page.
+
+    Rounds of a cycle are in colours, at most four. Workers have the colour of the text around.
+    """
+    rounds = [schedule.round(step)]
+    if schedule.period is not None and step == 0:
+        rounds = [round for _, round in first_rounds(schedule, 4)]
+    points = 100 * _circle(schedule.num_workers)
+    parts = ['<svg viewBox="-110 -110 220 220" class="graph" aria-hidden="true">']
+    for round, color in zip(rounds, PALETTE, strict=False):
+        receivers, senders, _ = _edges_to_draw(round, most_edges // len(rounds))
+        starts, ends = points[senders], points[receivers]
+        bends = _bends(starts, ends, radius=100)
+        opacity = np.clip(6 / math.sqrt(len(senders) + 1), 0.25, 0.8)
+        path = "".join(
+            f"M{x0:.0f} {y0:.0f}Q{x1:.0f} {y1:.0f} {x2:.0f} {y2:.0f}"
+            for (x0, y0), (x1, y1), (x2, y2) in zip(starts, bends, ends, strict=True)
+        )
+        parts.append(
+            f'<path d="{path}" fill="none" stroke="{color}" stroke-opacity="{opacity:.2f}"/>'
+        )
+    radius = float(np.clip(150 / schedule.num_workers, 1.2, 6))
+    dots = "".join(f"M{x:.1f} {y:.1f}h.01" for x, y in points)
+    style = f'stroke="currentColor" stroke-width="{2 * radius:.1f}" stroke-linecap="round"'
+    return "".join([*parts, f'<path d="{dots}" fill="none" {style}/></svg>'])
+
+
 def _render(figure: Figure, kind: str) -> bytes:
     try:
         return figure.to_image(format=kind, scale=2 if kind == "png" else 1)
@@ -190,8 +218,7 @@ def _add_graph(
 ) -> None:
     """Draw workers on a circle and, for each round in a colour, who hears whom."""
     num_workers = rounds[0].num_workers
-    angles = np.pi / 2 - 2 * np.pi * np.arange(num_workers) / num_workers
-    points = np.column_stack([np.cos(angles), np.sin(angles)])
+    points = _circle(num_workers)
     at: dict[str, Any] = {"row": row, "col": column}
     for round, color in zip(rounds, PALETTE, strict=False):
         _add_edges(figure, round, points, color, at)
@@ -235,13 +262,18 @@ def _add_edges(
         figure.add_annotation(text=f"{share:.1%} of the edges drawn", x=0, y=-1.18, **note, **at)
 
 
-def _edges_to_draw(round: Round) -> tuple[IntArray, IntArray, float]:
+def _circle(num_workers: int) -> FloatArray:
+    angles = np.pi / 2 - 2 * np.pi * np.arange(num_workers) / num_workers
+    return np.column_stack([np.cos(angles), np.sin(angles)])
+
+
+def _edges_to_draw(round: Round, most: int = _MAX_EDGES_DRAWN) -> tuple[IntArray, IntArray, float]:
     """Return receivers and senders, each link once where it goes both ways, thinned if many."""
     matrix = round.matrix().tocoo()
     receivers, senders = (index.astype(np.int64) for index in matrix.coords)
     keep = receivers < senders if round.symmetric else receivers != senders
     receivers, senders = receivers[keep], senders[keep]
-    step = math.ceil(len(receivers) / _MAX_EDGES_DRAWN) or 1
+    step = math.ceil(len(receivers) / most) or 1
     chosen = slice(None, None, step)
     share = len(receivers[chosen]) / max(len(receivers), 1)
     return receivers[chosen], senders[chosen], share if len(receivers) else 1.0
@@ -250,11 +282,16 @@ def _edges_to_draw(round: Round) -> tuple[IntArray, IntArray, float]:
 def _curves(starts: FloatArray, ends: FloatArray, num_points: int = 9) -> FloatArray:
     """Return [edges, points + 1, 2]: curves towards the middle, the longer the more; then a gap."""
     t = np.linspace(0, 1, num_points)[None, :, None]
-    chord = np.linalg.norm(starts - ends, axis=1)[:, None, None]
-    bend = (1 - chord / 4) * (starts + ends)[:, None, :] / 2
+    bend = _bends(starts, ends)[:, None, :]
     curves = (1 - t) ** 2 * starts[:, None] + 2 * t * (1 - t) * bend + t**2 * ends[:, None]
     gap = np.full((len(starts), 1, 2), np.nan)
     return np.concatenate([curves, gap], axis=1)
+
+
+def _bends(starts: FloatArray, ends: FloatArray, radius: float = 1) -> FloatArray:
+    """Return the control points of the curves, [edges, 2]."""
+    chord = np.linalg.norm(starts - ends, axis=1)[:, None]
+    return (1 - chord / (4 * radius)) * (starts + ends) / 2
 
 
 def _add_arrowheads(figure: Figure, curves: FloatArray, color: str, at: dict[str, Any]) -> None:
