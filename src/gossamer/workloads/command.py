@@ -23,5 +23,6 @@ def data_command(
     For example: gossamer data cifar10 --data-dir ~/data
     """
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    for path in download(name, (data_dir or data_folder()).expanduser()):
+    folder = (data_dir or data_folder()).expanduser()
+    for path in download(name, folder, report=console.print):
         console.print(f"{path} is there")

@@ -13,7 +13,7 @@ import tarfile
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast, final
@@ -21,7 +21,14 @@ from typing import Any, cast, final
 from gossamer.errors import UserError
 
 _TIMEOUT_S = 60
-_BLOCK_BYTES = 1 << 20
+_UNREADABLE = (
+    *(KeyError, EOFError, zlib.error),
+    *(gzip.BadGzipFile, tarfile.TarError, zipfile.BadZipFile),
+)
+"""What archives raise that are damaged, or others than expected."""
+
+_BLOCK_BYTES = 1 << 14
+"""The most that an interruption loses."""
 
 
 @final
@@ -126,25 +133,33 @@ def find_data_set(name: str) -> str:
     )
 
 
-def download(name: str, folder: Path, sources: tuple[Source, ...] | None = None) -> list[Path]:
+def download(
+    name: str,
+    folder: Path,
+    sources: tuple[Source, ...] | None = None,
+    report: Callable[[str], object] = lambda line: None,
+) -> list[Path]:
     """Download what a data folder lacks of a data set; return all files of the data set.
 
     Args:
         name: of a data set, or of a workload that uses it.
         folder: which holds all data sets.
         sources: of the data set, where they are not the published ones.
+        report: is told what is being downloaded.
     """
+    chosen = DATA_SETS[find_data_set(name)] if sources is None else sources
     try:
         import pooch
     except ImportError as error:
         raise UserError(
             "downloads need pooch, which is not installed; pip install 'gossamer[bench]'"
         ) from error
-    chosen = DATA_SETS[find_data_set(name)] if sources is None else sources
     transfers = folder / ".transfers"
+    pooch.get_logger().setLevel("WARNING")  # its advice is for programmers
     for source in chosen:
         if all(_is_right(folder / name, checksum) for name, checksum in source.files.items()):
             continue
+        report(f"downloading {source.url}")
         try:
             transfers.mkdir(parents=True, exist_ok=True)
             archive = pooch.retrieve(
@@ -221,7 +236,7 @@ def _members(archive: Path, source: Source) -> Iterator[tuple[str, bytes]]:
             contents = archive.read_bytes()
             unpack = source.url.endswith(".gz") and not name.endswith(".gz")
             yield name, gzip.decompress(contents) if unpack else contents
-    except (KeyError, EOFError, tarfile.TarError, zipfile.BadZipFile, zlib.error) as error:
+    except _UNREADABLE as error:
         archive.unlink()
         raise OSError(f"an archive that cannot be read ({error})") from error
 
