@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from gossamer.bench.command import bench_app
 from gossamer.errors import UserError
 from gossamer.lab.command import lab_command
 from gossamer.picture import first_rounds
@@ -83,6 +84,7 @@ def demo(
 
 
 app.command("lab", rich_help_panel="Measure")(lab_command)
+app.add_typer(bench_app, name="bench", rich_help_panel="Measure")
 
 
 def _build(name: str | None, workers: int) -> tuple[list[Schedule], dict[str, str]]:

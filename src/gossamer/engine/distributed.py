@@ -55,6 +55,7 @@ def run(spec: RunSpec) -> Iterator[Record]:
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 stdout=log,
                 stderr=log,
+                start_new_session=True,  # Ctrl-C is for who started the run
             )
         try:
             yield from _follow(records, processes)

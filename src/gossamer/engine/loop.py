@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import platform
+import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from importlib import metadata
+from pathlib import Path
 from typing import Any, Protocol, final
 
 import numpy as np
@@ -207,16 +209,29 @@ def _differences(spec: RunSpec, clock: _Clock, trainer: Trainer, mixing: Mixing)
     }
 
 
+@cache
 def environment() -> dict[str, str]:
     """Return what a result depends on besides its specification."""
     return {
         "gossamer": metadata.version("gossamer"),
+        "commit": _commit(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
         "system": platform.system(),
         "threads": str(torch.get_num_threads()),
     }
+
+
+def _commit() -> str:
+    """Return the commit of the code that runs, where it runs from a checkout."""
+    describe = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(
+            describe, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def _spread(num_workers: int, most: int) -> list[int]:

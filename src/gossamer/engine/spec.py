@@ -78,6 +78,9 @@ class RunSpec(BaseModel):
     topology: str = "one_peer_exponential"
     """As ``topology.parse`` takes it, or ``"centralized"``."""
 
+    method: str = ""
+    """What reports call how it is distributed; no part of the id."""
+
     engine: Literal["simulated", "distributed"] = "simulated"
     order: Literal["awc", "atc"] = "awc"
     gossip_steps: int = Field(default=1, ge=1)
@@ -176,7 +179,7 @@ class RunSpec(BaseModel):
     @property
     def id(self) -> str:
         """A short name that differs wherever anything does that decides the result."""
-        fields = json.dumps(self.model_dump(), sort_keys=True)
+        fields = json.dumps(self.model_dump(exclude={"method"}), sort_keys=True)
         text = f"{self.make_workload().version} {fields}"
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 

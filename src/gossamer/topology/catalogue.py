@@ -80,7 +80,7 @@ def parse(text: str, num_workers: int, **defaults: Any) -> Schedule:
     >>> parse("lattice(k=4)", 16).round(0)
     Round(16 workers, degree 4)
     """
-    name, positional, named = _read(text)
+    name, positional, named = read_call(text, "a topology")
     entry = CATALOGUE.get(name)
     if entry is None:
         raise UserError(
@@ -100,8 +100,13 @@ def example(name: str) -> str:
     return f"{name}({arguments})" if arguments else name
 
 
-def _read(text: str) -> tuple[str, list[Any], dict[str, Any]]:
-    """Split ``name(1, key=value)`` into its name, positional and named arguments."""
+def read_call(text: str, what: str) -> tuple[str, list[Any], dict[str, Any]]:
+    """Split ``name(1, key=value)`` into its name, positional and named arguments.
+
+    Args:
+        text: what a user wrote.
+        what: what it is to name, for the error.
+    """
     try:
         tree = ast.parse(text.strip(), mode="eval").body
         if isinstance(tree, ast.Name):
@@ -113,7 +118,7 @@ def _read(text: str) -> tuple[str, list[Any], dict[str, Any]]:
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         pass  # the last two: thousands of brackets or signs
     raise UserError(
-        f"a topology is a name or name(argument=value, ...), each argument once, got "
+        f"{what} is a name or name(argument=value, ...), each argument once, got "
         f"{text[:80]!r}; for instance ring or lattice(k=4)"
     )
 

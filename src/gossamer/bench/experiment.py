@@ -1,0 +1,145 @@
+"""An experiment as a value, read from a strict TOML file.
+
+name = "digits"
+workload = "digits-mlp"
+workers = [8, 32]
+methods = ["C_complete", "D_ring", { name = "held", method = "D_ring", control = "auto" }]
+seeds = [0, 1]
+run = { epochs = 5 }            # fields of every run
+axes = { lr = [0.1, 0.2] }      # fields that take several values
+
+[[include]]                     # more runs; what is not given is as above
+engine = "distributed"
+workers = 4
+
+[[exclude]]                     # runs left out: all that have these values
+method = "D_ring"
+workers = 8
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+
+from gossamer.bench.strict import validated
+from gossamer.errors import UserError
+
+_Item = TypeVar("_Item")
+
+
+def _listed(value: Any) -> Any:
+    return value if isinstance(value, list) else [value]
+
+
+Several = Annotated[list[_Item], BeforeValidator(_listed), Field(min_length=1)]
+"""One value or a list of them."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Method(BaseModel):
+    """A method, what reports call it, and other fields that it sets in its runs."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    name: str
+    method: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_text(cls, given: Any) -> Any:
+        return {"name": given, "method": given} if isinstance(given, str) else given
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """What it sets besides."""
+        return dict(self.model_extra or {})
+
+
+class Budget(_Strict):
+    """What every run may spend; by default the steps of its recipe, which always limit it."""
+
+    bytes_mb: PositiveFloat | None = None
+    """Megabytes sent by the average worker."""
+
+    train_s: PositiveFloat | None = None
+    """Measured seconds in training steps."""
+
+
+class Block(_Strict):
+    """Runs: the product of all that has several values."""
+
+    workload: Several[str]
+    engine: Several[Literal["simulated", "distributed"]] = ["simulated"]
+    workers: Several[PositiveInt]
+    methods: Several[Method]
+    seeds: Several[int] = [0]
+    run: dict[str, Any] = {}
+    """Fields of ``RunSpec`` for every run."""
+
+    axes: dict[str, Several[Any]] = {}
+    """Fields of ``RunSpec`` that take each of several values."""
+
+    budget: Budget = Budget()
+
+
+class Experiment(Block):
+    """What is compared."""
+
+    name: str = Field(pattern=r"^[\w.-]+$")
+    include: list[dict[str, Any]] = []
+    exclude: list[dict[str, Several[Any]]] = []
+    skip_impossible: bool = False
+    """Record combinations that cannot be, such as a torus of 7, as skipped; by default they are
+    refused."""
+
+    timeout_s: PositiveFloat | None = None
+    """The longest that one run may take."""
+
+    text: str = ""
+    """The file, as it was."""
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The product of the experiment itself, and of what it includes."""
+        own = {key: value for key, value in self.model_dump().items() if key in Block.model_fields}
+        return [
+            validated(
+                Block, own | more, f"[[include]] {number} of {self.name}" if number else self.name
+            )
+            for number, more in enumerate([{}, *self.include])
+        ]
+
+
+def load(path: Path) -> Experiment:
+    """Read an experiment from its file."""
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise UserError(
+            f"an experiment is a TOML file, cannot read {path}: {error.strerror}"
+        ) from None
+    return parse(text, path.name)
+
+
+def parse(text: str, where: str) -> Experiment:
+    """Return the experiment that a text describes."""
+    try:
+        given = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{where} must be TOML: {error}") from None
+    return validated(Experiment, given | {"text": text}, where)

@@ -1,0 +1,197 @@
+"""Run an experiment: each run in a process of its own, several at a time, and no run twice."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Protocol, final
+
+from gossamer.bench import child
+from gossamer.bench.experiment import Experiment
+from gossamer.bench.matrix import expand
+from gossamer.bench.store import Store, StoreError
+from gossamer.engine import RunSpec
+from gossamer.engine.loop import environment
+from gossamer.records import Ended, Evaluation, Record, Started, Step
+
+_POLL_S = 0.2
+_LAST_WORDS_S = 10.0
+"""How long a process that is told to end may take."""
+
+
+class Listener(Protocol):
+    """Who is told how an experiment goes on."""
+
+    def planned(self, runs: Sequence[RunSpec], done: int) -> None:
+        """So many runs are to come, and so many have ended before."""
+        ...
+
+    def started(self, spec: RunSpec) -> None:
+        """A run began."""
+        ...
+
+    def advanced(self, spec: RunSpec, record: Step | Evaluation) -> None:
+        """A run goes on."""
+        ...
+
+    def ended(self, spec: RunSpec, ended: Ended) -> None:
+        """A run came to its end."""
+        ...
+
+
+def run_experiment(
+    experiment: Experiment,
+    store: Store,
+    listener: Listener,
+    *,
+    jobs: int | None = None,
+    retry: bool = False,
+) -> None:
+    """Run what has not ended yet.
+
+    Args:
+        experiment: what is compared.
+        store: where records are kept; locked meanwhile.
+        listener: who is told.
+        jobs: runs at a time; by default as many as there are cores. Distributed runs come alone.
+        retry: run those again that failed; what is known of them is kept.
+    """
+    runs = expand(experiment).runs
+    with store.locked(experiment.text):
+        pending = [spec for spec in runs if is_pending(store, spec, retry=retry)]
+        for spec in pending:
+            store.set_aside(spec.id)
+        listener.planned(pending, len(runs) - len(pending))
+        cores = len(os.sched_getaffinity(0))
+        for engine, at_once in (("simulated", jobs or cores), ("distributed", 1)):
+            chosen = deque(spec for spec in pending if spec.engine == engine)
+            pool = _Pool(store, listener, at_once, max(1, cores // at_once), experiment.timeout_s)
+            pool.run(chosen)
+
+
+def is_pending(store: Store, spec: RunSpec, *, retry: bool) -> bool:
+    """Return whether a run is still to be done."""
+    ended = store.ended(spec.id)
+    return ended is None or (retry and ended.status in ("error", "timeout"))
+
+
+@final
+@dataclass
+class _Job:
+    """A run that goes on."""
+
+    spec: RunSpec
+    process: BaseProcess
+    pipe: Connection
+    began: float = field(default_factory=time.monotonic)
+
+
+@final
+class _Pool:
+    """Processes that each do one run."""
+
+    def __init__(
+        self,
+        store: Store,
+        listener: Listener,
+        jobs: int,
+        threads: int,
+        timeout_s: float | None,
+    ) -> None:
+        self._store = store
+        self._listener = listener
+        self._most = jobs
+        self._threads = threads
+        self._timeout_s = timeout_s
+        self._jobs: list[_Job] = []
+        # Importing torch takes seconds: the server does it once, and each run is a fork of it.
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([child.__name__])
+
+    def run(self, pending: deque[RunSpec]) -> None:
+        """Do all of them."""
+        try:
+            while pending or self._jobs:
+                while pending and len(self._jobs) < self._most:
+                    self._start(pending.popleft())
+                ready = wait([job.pipe for job in self._jobs], timeout=_POLL_S)
+                for job in [*self._jobs]:
+                    if job.pipe in ready:
+                        self._receive(job)
+                    elif self._timeout_s and time.monotonic() - job.began > self._timeout_s:
+                        self._stop(job)
+                        self._conclude(job, "timeout", f"took more than {self._timeout_s:g} s")
+        finally:
+            for job in [*self._jobs]:
+                self._stop(job)
+
+    def _start(self, spec: RunSpec) -> None:
+        here, there = self._context.Pipe(duplex=False)
+        process = self._context.Process(
+            target=child.run_here,
+            args=(spec.model_dump_json(), str(self._store.folder), self._threads, there),
+        )
+        process.start()
+        there.close()
+        self._jobs.append(_Job(spec, process, here))
+        self._listener.started(spec)
+
+    def _receive(self, job: _Job) -> None:
+        try:
+            news: Record | StoreError = job.pipe.recv()
+        except EOFError:
+            self._stop(job)
+            self._conclude(job, "error", _how_it_died(job.process))
+            return
+        if isinstance(news, StoreError):
+            raise news
+        if isinstance(news, Step | Evaluation):
+            self._listener.advanced(job.spec, news)
+        if isinstance(news, Ended):
+            self._finish(job, news)
+
+    def _finish(self, job: _Job, ended: Ended) -> None:
+        """Wait until the file has its name; only then the run is done."""
+        job.process.join(_LAST_WORDS_S)
+        if self._store.ended(job.spec.id) is None:
+            news = job.pipe.recv() if job.pipe.poll() else None
+            self._stop(job)
+            raise (
+                news
+                if isinstance(news, StoreError)
+                else StoreError(f"the records of a run must be in {self._store.folder}, got none")
+            )
+        self._stop(job)
+        self._listener.ended(job.spec, ended)
+
+    def _conclude(self, job: _Job, status: str, reason: str) -> None:
+        """Write the end of a run that could not."""
+        spec = job.spec
+        ended = Ended.model_validate({"status": status, "reason": reason})
+        started = Started(run_id=spec.id, spec=spec.model_dump(), environment=environment())
+        self._store.conclude(started, job.process.pid or 0, ended)
+        self._listener.ended(spec, ended)
+
+    def _stop(self, job: _Job) -> None:
+        """End a process, if it has not ended; wait for it."""
+        self._jobs.remove(job)
+        job.process.terminate()
+        job.process.join(_LAST_WORDS_S)
+        if job.process.is_alive():
+            job.process.kill()
+            job.process.join()
+        job.pipe.close()
+
+
+def _how_it_died(process: BaseProcess) -> str:
+    code = process.exitcode
+    if code is not None and code < 0:
+        return f"its process was ended by {signal.Signals(-code).name}; was memory short?"
+    return f"its process ended with code {code}"
