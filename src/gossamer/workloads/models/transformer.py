@@ -97,3 +97,58 @@ def initialize(model: nn.Module, layers: int) -> None:
             nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if adds else 0.02)
         elif name.endswith("bias"):
             nn.init.zeros_(parameter)
+
+
+class Translator(nn.Module):
+    """An encoder and a decoder (Vaswani et al., https://arxiv.org/abs/1706.03762).
+
+    A sample is one row of tokens: ``length`` of the source, then the target as the decoder reads
+    it. Token 0 is padding. The output table is tied to the table of target words.
+    """
+
+    def __init__(
+        self, vocabulary: int, length: int, *, width: int, layers: int, heads: int, dropout: float
+    ) -> None:
+        super().__init__()
+        self.length = length
+        self.source = nn.Embedding(vocabulary, width)
+        self.target = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(length, width)
+        self.encoder = nn.ModuleList(
+            Block(width, heads, 2 * width, dropout=dropout) for _ in range(layers)
+        )
+        self.decoder = nn.ModuleList(
+            Block(width, heads, 2 * width, dropout=dropout, memory=True) for _ in range(layers)
+        )
+        self.encoder_norm, self.decoder_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.dropout = nn.Dropout(dropout)
+        initialize(self, layers)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Return the logits of the token after each of the target's."""
+        source, target = tokens_BT[:, : self.length], tokens_BT[:, self.length :]
+        memory, mask = self.encode(source)
+        return F.linear(self.decode(target, memory, mask), self.target.weight)
+
+    def encode(self, source: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the decoder attends to, and where it may."""
+        mask = (source != 0)[:, None, None, :]
+        x = self._embed(self.source, source)
+        for block in self.encoder:
+            x = block(x, mask)
+        return self.encoder_norm(x), mask
+
+    def decode(self, target: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
+        """Return states of the target's positions, each of which knows those before it."""
+        x = self._embed(self.target, target)
+        for block in self.decoder:
+            x = block(x, causal=True, memory=memory, memory_mask=mask)
+        return self.decoder_norm(x)
+
+    def next_tokens(self, target: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
+        """Return the most likely token after the target's last one."""
+        last = self.decode(target, memory, mask)[:, -1]
+        return F.linear(last, self.target.weight).argmax(-1)
+
+    def _embed(self, table: nn.Embedding, tokens: Tensor) -> Tensor:
+        return self.dropout(table(tokens) + self.positions.weight[: tokens.shape[1]])
