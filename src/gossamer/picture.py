@@ -29,6 +29,7 @@ _MAX_MATRIX_SIDE = 200
 # Okabe and Ito's palette: distinguishable with every common form of colour blindness.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 _DASHES = ("solid", "dash", "dot")
+_THUMBNAIL_DASHES = ("none", "7 4", "2 3", "8 3 2 3")
 _INK, _FAINT = "#1f2933", "#9aa5b1"
 
 
@@ -134,32 +135,37 @@ def save(figure: Figure, path: Path) -> None:
         raise UserError(f"cannot write {path}: {error.strerror}; choose another place") from error
 
 
-def thumbnail(schedule: Schedule, step: int = 0, most_edges: int = 400) -> str:
-    """Return the graph that is used from a step on as a small SVG, to stand in a page.
+def thumbnail(schedule: Schedule, color: str, step: int = 0, most_edges: int = 400) -> str:
+    """Return the graph of a step as a small SVG, to stand in a page.
 
-    Rounds of a cycle are in colours, at most four. Workers have the colour of the text around.
+    Workers have the colour of the text around. Of a schedule that repeats itself, the first rounds
+    are drawn, at most four, each in another dash.
+
+    Args:
+        schedule: whose graph it is.
+        color: of the edges.
+        step: which round is drawn where rounds do not repeat.
+        most_edges: if there are more, some of them are drawn.
     """
     rounds = [schedule.round(step)]
-    if schedule.period is not None and step == 0:
-        rounds = [round for _, round in first_rounds(schedule, 4)]
+    if schedule.period is not None:
+        rounds = [round for _, round in first_rounds(schedule, len(_THUMBNAIL_DASHES))]
     points = 100 * _circle(schedule.num_workers)
-    parts = ['<svg viewBox="-110 -110 220 220" class="graph" aria-hidden="true">']
-    for round, color in zip(rounds, PALETTE, strict=False):
+    paths: list[str] = []
+    for round, dash in zip(rounds, _THUMBNAIL_DASHES, strict=False):
         receivers, senders, _ = _edges_to_draw(round, most_edges // len(rounds))
         starts, ends = points[senders], points[receivers]
-        bends = _bends(starts, ends, radius=100)
-        opacity = np.clip(6 / math.sqrt(len(senders) + 1), 0.25, 0.8)
-        path = "".join(
-            f"M{x0:.0f} {y0:.0f}Q{x1:.0f} {y1:.0f} {x2:.0f} {y2:.0f}"
-            for (x0, y0), (x1, y1), (x2, y2) in zip(starts, bends, ends, strict=True)
-        )
-        parts.append(
-            f'<path d="{path}" fill="none" stroke="{color}" stroke-opacity="{opacity:.2f}"/>'
-        )
-    radius = float(np.clip(150 / schedule.num_workers, 1.2, 6))
+        curves = np.hstack([starts, _bends(starts, ends, radius=100), ends]).round().astype(int)
+        path = "".join(f"M{a} {b}Q{c} {d} {e} {f}" for a, b, c, d, e, f in curves.tolist())
+        opacity = np.clip(8 / math.sqrt(len(senders) + 1), 0.3, 0.9)
+        look = f'stroke="{color}" stroke-opacity="{opacity:.2f}" stroke-dasharray="{dash}"'
+        paths.append(f'<path d="{path}" fill="none" stroke-width="1.5" {look}/>')
+    size = float(np.clip(300 / schedule.num_workers, 2.4, 12))
     dots = "".join(f"M{x:.1f} {y:.1f}h.01" for x, y in points)
-    style = f'stroke="currentColor" stroke-width="{2 * radius:.1f}" stroke-linecap="round"'
-    return "".join([*parts, f'<path d="{dots}" fill="none" {style}/></svg>'])
+    look = f'stroke="currentColor" stroke-width="{size:.1f}" stroke-linecap="round"'
+    paths.append(f'<path d="{dots}" fill="none" {look}/>')
+    head = '<svg viewBox="-110 -110 220 220" class="graph" aria-hidden="true">'
+    return f"{head}{''.join(paths)}</svg>"
 
 
 def _render(figure: Figure, kind: str) -> bytes:

@@ -26,6 +26,7 @@ from gossamer.bench.estimate import estimate_s
 from gossamer.bench.experiment import Experiment, load
 from gossamer.bench.matrix import expand
 from gossamer.bench.ranks import run_as_rank, under_torchrun
+from gossamer.bench.report.command import report_command, watch_command
 from gossamer.bench.runner import Listener, run_experiment
 from gossamer.bench.store import Store
 from gossamer.engine import RunSpec
@@ -108,6 +109,10 @@ def status_command(folder: Annotated[Path, typer.Argument(help="Where records ar
     """
     store = Store(folder)
     _print_status(load(store.experiment_path), store)
+
+
+bench_app.command("report")(report_command)
+bench_app.command("watch")(watch_command)
 
 
 def default_folder(experiment: Experiment) -> Path:

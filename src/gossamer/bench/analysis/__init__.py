@@ -10,7 +10,6 @@ import polars as pl
 from gossamer.bench.analysis.comparison import (
     crossovers,
     differences,
-    higher_is_better,
     summary,
     verdicts,
 )
@@ -77,7 +76,7 @@ def analyse_tables(measured: Tables) -> Analysis:
         of_runs,
         results,
         gaps,
-        verdicts(results, gaps, higher_is_better(runs)),
+        verdicts(runs, results, gaps),
         observations(runs, of_runs),
         fits(runs, of_runs),
         graph_ranks(runs, of_phases),

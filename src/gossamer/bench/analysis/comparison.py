@@ -68,27 +68,26 @@ def differences(runs: pl.DataFrame) -> pl.DataFrame:
     return pl.DataFrame(rows, schema=_DIFFERENCE_SCHEMA)
 
 
-def verdicts(results: pl.DataFrame, gaps: pl.DataFrame, higher: dict[str, bool]) -> pl.DataFrame:
+def verdicts(runs: pl.DataFrame, results: pl.DataFrame, gaps: pl.DataFrame) -> pl.DataFrame:
     """Return one row per workload and scale: which method wins, and what it costs.
 
-    The winner has the best mean of the final metric, of the model with average parameters, among
-    methods of which no run diverged. A method is *level* with it where the interval of their
-    difference holds 0; where there are fewer than two seeds there is no interval, and
-    ``level`` is null: nothing can be told apart.
+    The winner has the best mean of the final metric, of the model with average parameters, over
+    the seeds that all methods share, among methods of which no run diverged. A method is *level*
+    with it unless the interval of their difference is above 0. Where no two methods share two
+    seeds there is no interval, and ``level`` is null: nothing can be told apart.
 
     Args:
+        runs: of ``Tables``. Runs on processes that repeat simulated ones are left out.
         results: as ``summary`` returns them.
         gaps: as ``differences`` returns them.
-        higher: whether a higher metric is the better one, by workload.
     """
     rows: list[dict[str, Any]] = []
+    apart = runs.filter(pl.col("quality").is_not_null(), ~pl.col("twin"))
     for key, group in results.group_by(SETTING, maintain_order=True):
-        ranked = _ranked(group, higher[str(key[0])])
-        if ranked.is_empty():
-            continue
-        winner = ranked.row(0, named=True)
-        here = gaps.filter(pl.col("workload") == key[0], pl.col("workers") == key[1])
-        rows.append(_verdict(winner, ranked, here))
+        here = pl.col("workload") == key[0], pl.col("workers") == key[1]
+        ranked = _ranked(group, apart.filter(*here))
+        if not ranked.is_empty():
+            rows.append(_verdict(ranked, gaps.filter(*here)))
     return pl.DataFrame(rows, schema=_VERDICT_SCHEMA)
 
 
@@ -145,26 +144,30 @@ def mean_curves(evaluations: pl.DataFrame, runs: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def higher_is_better(runs: pl.DataFrame) -> dict[str, bool]:
-    """Return, for each workload, whether a higher metric is the better one."""
-    return dict(runs.select("workload", "higher_is_better").unique().iter_rows())
-
-
 def _by_seed(group: pl.DataFrame) -> dict[int, float]:
     return dict(group.group_by("seed").agg(pl.col("quality").mean()).iter_rows())
 
 
-def _ranked(results: pl.DataFrame, higher: bool) -> pl.DataFrame:
+def _ranked(results: pl.DataFrame, runs: pl.DataFrame) -> pl.DataFrame:
     """Return the methods that can win, the best first; of equals, the one that sent less."""
-    able = results.filter(pl.col("final").is_not_null(), pl.col("diverged") == 0)
-    return able.sort(["final", "bytes_sent"], descending=[higher, False], maintain_order=True)
+    stable = results.filter(pl.col("final").is_not_null(), pl.col("diverged") == 0)
+    able = runs.join(stable.select("method"), on="method")
+    seeds = [set(group["seed"].to_list()) for _, group in able.group_by("method")]
+    shared = set.intersection(*seeds) if seeds else set[int]()
+    if shared:
+        able = able.filter(pl.col("seed").is_in(list(shared)))
+    scores = able.group_by("method").agg(score=pl.col("quality").mean())
+    joined = stable.join(scores, on="method", maintain_order="left")
+    return joined.sort(["score", "bytes_sent"], descending=[True, False], maintain_order=True)
 
 
-def _verdict(winner: dict[str, Any], ranked: pl.DataFrame, gaps: pl.DataFrame) -> dict[str, Any]:
-    others = ranked["method"].to_list()
+def _verdict(ranked: pl.DataFrame, gaps: pl.DataFrame) -> dict[str, Any]:
+    winner = ranked.row(0, named=True)
+    others = ranked["method"].to_list()[1:]
     ahead = gaps.filter(pl.col("method") == winner["method"], pl.col("other").is_in(others))
-    level = ahead.filter(pl.col("better_low") <= 0)["other"].to_list()
-    tested = ahead["better_low"].is_not_null().any() or len(ranked) == 1
+    behind = ahead.filter(pl.col("better_low") > 0)["other"].to_list()
+    level = [name for name in others if name not in behind]
+    tested = ahead["better_low"].is_not_null().any() or not others
     able = ranked.filter(pl.col("method").is_in([winner["method"], *level]))
     cheapest = able.sort("bytes_sent", maintain_order=True).row(0, named=True)
     central = ranked.filter(pl.col("centralized"))

@@ -197,7 +197,7 @@ def _connections(analysis: Analysis, look: dict[str, Style]) -> Figure:
         "times its rounds. The dashed grey line is centralized training. Points that rise to the "
         "right: more connections go with a better result.",
         traces,
-        {"xaxis": {"type": "log", "dtick": "D2"}},
+        {"xaxis": {"type": "log"}},
     )
 
 
@@ -301,8 +301,8 @@ def _distance(analysis: Analysis, shown: pl.DataFrame, look: dict[str, Style]) -
     return Figure(
         "distance",
         "Consensus distance",
-        "How far workers' parameters are from their mean, root mean square. It follows the learning "
-        "rate; a graph that mixes better keeps it lower. Band: lowest to highest seed.",
+        "How far workers' parameters are from their mean, root mean square. It follows the "
+        "learning rate; a graph that mixes better keeps it lower. Band: lowest to highest seed.",
         traces,
         {"yaxis": {"type": "log", "exponentformat": "power"}},
     )
@@ -334,9 +334,9 @@ def _decisions(analysis: Analysis, shown: pl.DataFrame, look: dict[str, Style]) 
     return Figure(
         "decisions",
         "Graphs that change, and controllers",
-        "Only methods whose communication changes during training: the neighbours of Ada's lattice, "
-        "which thins out, and how often a controller mixes to keep the distance under its target. "
-        "Mean over seeds.",
+        "Only methods whose communication changes during training: the neighbours of Ada's "
+        "lattice, which thins out, and how often a controller mixes to keep the distance under its "
+        "target. Mean over seeds.",
         traces,
         {},
         choices={"show": _DECISIONS},

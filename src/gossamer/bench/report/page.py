@@ -11,8 +11,7 @@ import polars as pl
 from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
-from gossamer.bench.analysis import MEASURES, PHASES, Analysis
-from gossamer.bench.analysis.comparison import COST_AXES
+from gossamer.bench.analysis import MEASURES, Analysis
 from gossamer.bench.analysis.tabulate import schedule_of
 from gossamer.bench.report import words
 from gossamer.bench.report.figures import Figure, figures, method_styles
@@ -26,16 +25,19 @@ _MOST_ROWS = 400
 """Rows of a table on the page; --tables writes all."""
 
 
-def render(results: Results, refresh_s: float | None = None) -> str:
+def render(
+    results: Results, refresh_s: float | None = None, made: dict[str, Any] | None = None
+) -> str:
     """Return the page.
 
     Args:
         results: what it shows.
         refresh_s: how often it asks the server that it came from for news; None for a file.
+        made: its content, where that is at hand.
     """
     template = _templates().get_template("page.html")
     return template.render(
-        **content(results),
+        **(made or content(results)),
         results=results,
         refresh_s=refresh_s,
         plotly=Markup(get_plotlyjs()),
@@ -55,14 +57,12 @@ def content(results: Results) -> dict[str, Any]:
             figures={figure.name: figure for figure in drawn},
             headlines=words.headlines(analysis),
             findings=words.findings(analysis),
-            metrics=dict(analysis.runs.select("workload", "metric").unique().iter_rows()),
             ranks=_mean_ranks(analysis),
             correlations=_correlations(analysis),
             graphs=_graphs(results),
             most=_MOST_ROWS,
             measures=MEASURES,
-            phases=PHASES,
-            cost_axes=COST_AXES,
+            bounds=words.bounds,
         )
     )
     return {"html": Markup(html), "data": _data(analysis, drawn)}
@@ -97,9 +97,8 @@ def _templates() -> jinja2.Environment:
         "number": words.number,
         "megabytes": words.megabytes,
         "p_value": words.p_value,
-        "listed": words.listed,
+        "signed": words.signed,
     }
-    environment.globals |= {"bounds": words.bounds, "correlation": words.correlation}
     return environment
 
 
@@ -107,6 +106,7 @@ def _correlations(analysis: Analysis) -> list[dict[str, Any]]:
     """Return accuracy against dispersion, one row per workload and scale, a cell per statistic."""
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     chosen = analysis.observations.filter(pl.col("observation") == "dispersion")
+    chosen = chosen.sort(["workload", "workers"], nulls_last=False, maintain_order=True)
     for row in chosen.iter_rows(named=True):
         key = (row["workload"], row["workers"], row["phase"])
         kept = rows.setdefault(key, {**row, "cells": {}})
@@ -129,9 +129,11 @@ def _mean_ranks(analysis: Analysis) -> list[dict[str, Any]]:
 def _graphs(results: Results) -> list[dict[str, Any]]:
     """Return a drawing for each graph: of its first step, and of the last where it has changed."""
     tiles: dict[tuple[int, str], dict[str, Any]] = {}
+    look = method_styles(results.analysis.runs)
     for row in results.analysis.runs.iter_rows(named=True):
         key = (row["workers"], row["method"])
-        if key in tiles or row["centralized"] or len(tiles) == _MOST_GRAPHS:
+        needless = row["centralized"] or row["twin"]
+        if key in tiles or needless or len(tiles) == _MOST_GRAPHS:
             continue
         try:
             schedule = schedule_of(results.specs[row["run_id"]])
@@ -144,17 +146,17 @@ def _graphs(results: Results) -> list[dict[str, Any]]:
                 "workers": row["workers"],
                 "method": row["method"],
                 "topology": row["topology"],
-                "drawings": list(_drawings(schedule, last)),
+                "drawings": _drawings(schedule, look[row["method"]].color, last),
             }
     return list(tiles.values())
 
 
-def _drawings(schedule: Schedule, last: int) -> list[tuple[str, Markup]]:
+def _drawings(schedule: Schedule, color: str, last: int) -> list[tuple[str, Markup]]:
     first, end = schedule.round(0), schedule.round(last)
-    drawn = [("", thumbnail(schedule))]
+    drawn = [("", thumbnail(schedule, color))]
     if schedule.period is None and end.degree != first.degree:
         drawn = [
             (f"first, {first.degree} neighbours", drawn[0][1]),
-            (f"last, {end.degree} neighbours", thumbnail(schedule, last)),
+            (f"last, {end.degree} neighbours", thumbnail(schedule, color, last)),
         ]
     return [(caption, Markup(svg)) for caption, svg in drawn]

@@ -163,12 +163,11 @@ def _problems(analysis: Analysis, chosen: dict[str, _Kept]) -> list[Problem]:
     ]
     for row in analysis.runs.iter_rows(named=True):
         if row["status"] != "done":
-            named = [row[name] for name in ("run_id", "workload", "workers", "method", "seed")]
-            why = row["damage"] or row["reason"].strip().splitlines()[-1:] or [""]
-            reason = why if isinstance(why, str) else why[0]
+            reason = row["damage"] or "".join(row["reason"].strip().splitlines()[-1:])
             if row["status"] == "unfinished":
                 reason = f"goes on, or was cut off, after step {row['steps']}"
-            found.append(Problem(*named, row["status"], reason))
+            names = ("run_id", "workload", "workers", "method", "seed", "status")
+            found.append(Problem(**{name: row[name] for name in names}, reason=reason))
     return found
 
 

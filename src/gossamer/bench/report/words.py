@@ -36,7 +36,8 @@ def number(value: float | None) -> str:
     """
     if value is None:
         return "–"
-    return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+    text = f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+    return text.replace("-", "−") if value < 0 else text
 
 
 def megabytes(count: float | None) -> str:
@@ -73,7 +74,16 @@ def correlation(row: dict[str, Any]) -> str:
     """Return a row of the table of observations in words."""
     if row["rho"] is None:
         return str(row["note"])
-    return f"ρ = {row['rho']:+.2f}, {p_value(row['p'])}, {row['runs']} runs"
+    return f"ρ = {signed(row['rho'])}, {p_value(row['p'])}, {row['runs']} runs"
+
+
+def signed(value: float) -> str:
+    """Return a correlation.
+
+    >>> signed(-0.5)
+    '−0.50'
+    """
+    return f"{value:+.2f}".replace("-", "−")
 
 
 def headlines(analysis: Analysis) -> dict[str, list[str]]:
@@ -125,13 +135,16 @@ def _answer(row: dict[str, Any], sign: int) -> str:
 
 
 def _winners(rows: Sequence[dict[str, Any]]) -> str:
-    scales: dict[str, list[str]] = {}
+    scales: dict[tuple[str, str], list[str]] = {}
     for row in rows:
-        scales.setdefault(row["winner"], []).append(str(row["workers"]))
-    parts = [f"{winner} on {listed(where)}" for winner, where in scales.items()]
-    best = "Best" if len(rows[0]["metric"]) == 0 else f"Best {rows[0]['metric']}"
-    workers = "worker" if rows[-1]["workers"] == 1 else "workers"
-    return f"{best}: {'; '.join(parts)} {workers}."
+        num = len(row["level"] or [])
+        level = f", level with {num} other{'s'[num == 1 :]}," if num else ""
+        scales.setdefault((row["winner"], level), []).append(str(row["workers"]))
+    parts = [
+        f"{quoted(winner)}{level} on {listed(where)} worker{'s'[where == ['1'] :]}"
+        for (winner, level), where in scales.items()
+    ]
+    return f"Best {rows[0]['metric']}: {'; '.join(parts)}."
 
 
 def _costs(row: dict[str, Any]) -> list[str]:
@@ -139,17 +152,16 @@ def _costs(row: dict[str, Any]) -> list[str]:
     if row["methods"] < 2:
         return []
     if row["level"] is None:
-        return [f"{where} there is one seed per method: the order may be chance."]
+        return [f"{where} methods share one seed: their order may be chance."]
     if not row["level"]:
         return [f"{where} it is ahead of every other method, by more than seeds differ."]
-    level = f"{where} {listed(row['level'])} cannot be told apart from it."
+    level = f"{where} {listed([quoted(name) for name in row['level']])} cannot be told from it."
     if row["cheapest"] == row["winner"]:
-        return [
-            f"{level} It sends the least of these, {megabytes(row['winner_bytes'])} per worker."
-        ]
+        sent = megabytes(row["winner_bytes"])
+        return [f"{level} It sends the least of these, {sent} per worker."]
     saved = 1 - row["cheapest_bytes"] / row["winner_bytes"]
     return [
-        f"{level} The cheapest of these, {row['cheapest']}, sends "
+        f"{level} The cheapest of these, {quoted(row['cheapest'])}, sends "
         f"{megabytes(row['cheapest_bytes'])} per worker in place of "
         f"{megabytes(row['winner_bytes'])} ({saved:.0%} less)."
     ]
@@ -163,9 +175,18 @@ def _versus(row: dict[str, Any]) -> list[str]:
     size = "level with" if even else f"{number(abs(row['better']))} {gap}"
     between = bounds(row["better_low"], row["better_high"])
     return [
-        f"The best decentralized method there, {row['decentralized']}, is {size} "
-        f"{row['centralized']}" + (f" (95 % interval {between})." if between else ".")
+        f"The best decentralized method there, {quoted(row['decentralized'])}, is {size} "
+        f"{quoted(row['centralized'])}" + (f" (95 % interval {between})." if between else ".")
     ]
+
+
+def quoted(name: str) -> str:
+    """Return a name as it stands in a sentence.
+
+    >>> quoted("Ada"), quoted("ring, held")
+    ('Ada', '“ring, held”')
+    """
+    return f"“{name}”" if " " in name else name
 
 
 def listed(items: Sequence[str]) -> str:

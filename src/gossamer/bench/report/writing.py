@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ def write_report(
     *,
     figures_dir: Path | None = None,
     tables_dir: Path | None = None,
+    tensorboard_dir: Path | None = None,
 ) -> Results:
     """Write the report of an experiment's folder; return what it shows.
 
@@ -31,6 +33,7 @@ def write_report(
         out: the page; by default ``report.html`` in the folder.
         figures_dir: where figures go as .png and .svg, if at all; needs Chromium.
         tables_dir: where tables go as .csv and .parquet, if at all.
+        tensorboard_dir: where curves go as TensorBoard's event files, if at all.
     """
     results = Reader(folder).read()
     page = render(results)
@@ -39,6 +42,8 @@ def write_report(
         write_tables(results.analysis, tables_dir)
     if figures_dir is not None:
         write_figures(results.analysis, figures_dir)
+    if tensorboard_dir is not None:
+        write_tensorboard(results.analysis, tensorboard_dir)
     return results
 
 
@@ -52,20 +57,22 @@ def write_tables(analysis: Analysis, folder: Path) -> None:
 
 
 def write_figures(analysis: Analysis, folder: Path) -> None:
-    """Write every figure as .png and .svg, one for each workload, and scale where it has several."""
+    """Write every figure as .png and .svg, one for each workload and scale."""
     from plotly.io import write_images
 
     drawn = dict(images(analysis))
     if not drawn:
         return
-    aside = [folder / f".{name}.{os.getpid()}.{kind}" for name in drawn for kind in ("png", "svg")]
+    aside: list[str | Path] = [
+        folder / f".{name}.{os.getpid()}.{kind}" for name in drawn for kind in ("png", "svg")
+    ]
     final = [folder / f"{name}.{kind}" for name in drawn for kind in ("png", "svg")]
     charts = [chart for chart in drawn.values() for _ in ("png", "svg")]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_images(fig=charts, file=aside)
         for path, place in zip(aside, final, strict=True):
-            path.replace(place)
+            Path(path).replace(place)
     except OSError as error:
         raise UserError(f"cannot write {folder}: {error.strerror}; choose another place") from error
     except (ImportError, RuntimeError, ValueError) as error:
@@ -76,7 +83,28 @@ def write_figures(analysis: Analysis, folder: Path) -> None:
         ) from error
     finally:
         for path in aside:
-            path.unlink(missing_ok=True)
+            Path(path).unlink(missing_ok=True)
+
+
+def write_tensorboard(analysis: Analysis, folder: Path) -> None:
+    """Write the curves of every run as scalars, each run under its name."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise UserError(
+            "--tensorboard needs tensorboard, which is not installed; "
+            "pip install 'gossamer[tensorboard]'"
+        ) from error
+    curves = {"train": analysis.steps, "evaluation": analysis.evaluations}
+    for run in analysis.runs.iter_rows(named=True):
+        name = f"{run['workload']} {run['method']} {run['workers']} workers seed {run['seed']}"
+        place = folder / re.sub(r"[^\w.=()-]+", "_", f"{name} {run['run_id'][:6]}")
+        with SummaryWriter(str(place)) as writer:
+            for kind, table in curves.items():
+                for row in table.filter(pl.col("run_id") == run["run_id"]).iter_rows(named=True):
+                    for column, value in row.items():
+                        if column not in ("run_id", "step", "epoch") and value is not None:
+                            writer.add_scalar(f"{kind}/{column}", value, row["step"])
 
 
 def images(analysis: Analysis) -> Iterator[tuple[str, Any]]:

@@ -114,17 +114,28 @@
     return { ...trace, x: keep(trace.x), y: keep(trace.y), ...(bars ? { error_y: bars } : {}) };
   }
 
+  // Plotly labels every digit of a short logarithmic axis, one over the other.
+  function ticks(figure, traces, letter) {
+    const axis = figure.axes[letter + "axis"] || {};
+    if (axis.type !== "log" || axis.tickvals) return {};
+    const values = traces.flatMap((trace) => trace[letter]).filter((value) => value > 0);
+    const decades = Math.log10(values.reduce((a, b) => Math.max(a, b), 0) / values.reduce((a, b) => Math.min(a, b), Infinity));
+    return { tickangle: 0, ...(decades > 2 ? { dtick: Math.ceil(decades / 6) } : decades > 0.7 ? { dtick: "D2" } : { nticks: 4 }) };
+  }
+
   function layoutOf(figure, traces, width) {
     const colors = theme();
     const axis = { gridcolor: colors.line, linecolor: colors.line, zeroline: false, ticks: "outside", tickcolor: colors.line, ticklen: 4, automargin: true, title: { standoff: 8 } };
+    const own = { xaxis: { ...figure.axes.xaxis, ...ticks(figure, traces, "x") }, yaxis: { ...figure.axes.yaxis, ...ticks(figure, traces, "y") } };
     const facets = figure.faceted ? [...new Set(traces.map((trace) => trace.meta.workers))].sort((a, b) => a - b) : [null];
     const columns = narrow.matches ? 1 : Math.min(facets.length, width > 900 && facets.length !== 4 ? 3 : 2);
     const rows = Math.ceil(facets.length / columns);
     const height = rows === 1 && columns === 1 ? (narrow.matches ? 280 : 380) : rows * (narrow.matches ? 230 : 280) + 30;
     const layout = {
-      height, margin: { l: 46, r: 8, t: figure.faceted ? 28 : 12, b: 44 }, showlegend: false, hovermode: "closest",
+      height, margin: { l: 46, r: 8, t: 28, b: 44 }, showlegend: false, hovermode: "closest",
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", annotations: [], dragmode: narrow.matches ? false : "zoom",
       font: { family: "system-ui, sans-serif", size: 12, color: colors.soft },
+      modebar: { bgcolor: "rgba(0,0,0,0)", color: colors.soft, activecolor: colors.ink },
       hoverlabel: { bgcolor: colors.card, bordercolor: colors.line, font: { color: colors.ink }, align: "left" },
     };
     const gapX = columns > 1 ? 0.06 : 0, gapY = rows > 1 ? (narrow.matches ? 58 : 70) / height : 0;
@@ -133,8 +144,8 @@
       const column = place % columns, row = Math.floor(place / columns), suffix = place ? String(place + 1) : "";
       const left = column * (breadth + gapX), top = 1 - row * (tall + gapY);
       const lowest = place + columns >= facets.length;
-      layout["xaxis" + suffix] = { ...axis, ...figure.axes.xaxis, domain: [left, left + breadth], anchor: "y" + suffix, ...(place ? { matches: "x" } : {}), title: { text: lowest && traces.length ? traces[0].meta.x : "", standoff: 8 } };
-      layout["yaxis" + suffix] = { ...axis, ...figure.axes.yaxis, domain: [Math.max(0, top - tall), top], anchor: "x" + suffix, ...(place ? { matches: "y" } : {}), showticklabels: column === 0 };
+      layout["xaxis" + suffix] = { ...axis, ...own.xaxis, domain: [left, left + breadth], anchor: "y" + suffix, ...(place ? { matches: "x" } : {}), title: { text: lowest && traces.length ? traces[0].meta.x : "", standoff: 8 } };
+      layout["yaxis" + suffix] = { ...axis, ...own.yaxis, domain: [Math.max(0, top - tall), top], anchor: "x" + suffix, ...(place ? { matches: "y" } : {}), showticklabels: column === 0 };
       if (workers !== null)
         layout.annotations.push({ text: `<b>${workers} workers</b>`, xref: "paper", yref: "paper", x: left, y: top, xanchor: "left", yanchor: "bottom", showarrow: false, font: { color: colors.ink, size: 12 } });
     });
@@ -159,7 +170,7 @@
       const place = figure.faceted ? facets.indexOf(trace.meta.workers) : 0, suffix = place ? String(place + 1) : "";
       return { ...trace, xaxis: "x" + suffix, yaxis: "y" + suffix };
     });
-    Plotly.react(plot, placed, layout, { responsive: true, displaylogo: false, displayModeBar: narrow.matches ? false : "hover", modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"] });
+    Plotly.react(plot, placed, layout, { responsive: true, displaylogo: false, displayModeBar: narrow.matches ? false : "hover", modeBarButtons: [["toImage", "resetScale2d"]] });
   }
 
   function drawChoices(card) {
