@@ -155,21 +155,8 @@ class _Pool:
         if isinstance(news, Step | Evaluation):
             self._listener.advanced(job.spec, news)
         if isinstance(news, Ended):
-            self._finish(job, news)
-
-    def _finish(self, job: _Job, ended: Ended) -> None:
-        """Wait until the file has its name; only then the run is done."""
-        job.process.join(_LAST_WORDS_S)
-        if self._store.ended(job.spec.id) is None:
-            news = job.pipe.recv() if job.pipe.poll() else None
             self._stop(job)
-            raise (
-                news
-                if isinstance(news, StoreError)
-                else StoreError(f"the records of a run must be in {self._store.folder}, got none")
-            )
-        self._stop(job)
-        self._listener.ended(job.spec, ended)
+            self._listener.ended(job.spec, news)
 
     def _conclude(self, job: _Job, status: str, reason: str) -> None:
         """Write the end of a run that could not."""
