@@ -254,6 +254,21 @@ def test_an_error_in_a_thread_is_the_callers(threads: Callable[[int], None]) -> 
     assert torch.get_num_threads() == 2
 
 
+def test_autocast_holds_for_all_workers(threads: Callable[[int], None]) -> None:
+    """It is a setting of the calling thread."""
+    seen: set[torch.dtype] = set()
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        seen.add(output.dtype)
+        return MLP.loss(output, target)
+
+    threads(2)
+    sim = Simulation(MLP.make(), loss, sgd, 6, "ring", gradients="vmap")
+    with torch.autocast("cpu", torch.bfloat16):
+        run(sim, steps=2)
+    assert seen == {torch.bfloat16}
+
+
 class Crossed(nn.Module):
     """Weights that a linear layer gets in part, transposed, twice, and with another sign."""
 

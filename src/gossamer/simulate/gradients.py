@@ -245,7 +245,8 @@ class PerWorker:
             for index in left:
                 self._together(model, step, index, backward)
 
-        if len(models) <= 1:
+        # What torch.autocast sets is the calling thread's own.
+        if len(models) <= 1 or torch.is_autocast_enabled("cpu"):
             work(self._models[0])
             return
         each = max(1, torch.get_num_threads() // len(models))

@@ -364,7 +364,7 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _weight_gradient(grads: Tensor, rows: Tensor, into: Tensor | None) -> Tensor:
-    if into is None:
+    if into is None or into.dtype != grads.dtype:
         return torch.bmm(grads.mT, rows)
     torch.bmm(grads.mT, rows, out=into)
     return into
