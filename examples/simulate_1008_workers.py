@@ -33,7 +33,7 @@ def make_model() -> nn.Module:
 
 
 def make_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, fused=True)
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 def accuracy(model: nn.Module) -> float:
