@@ -124,7 +124,7 @@ def test_learning_rates_follow_the_averaging_neighbourhood() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("wrokers = 3\n" + SMALL, "has no key 'wrokers'; did you mean 'workers'"),
+        ("workerz = 3\n" + SMALL, "has no key 'workerz'; did you mean 'workers'"),
         (SMALL + "run = { lrr = 3 }", "a run has no field 'lrr' to set; did you mean 'lr'"),
         (SMALL + "run = { workers = 3 }", "a run has no field 'workers' to set"),
         (SMALL + "axes = { epoch = [1, 2] }", "did you mean 'epochs'"),
