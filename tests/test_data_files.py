@@ -355,6 +355,15 @@ def test_a_changed_file_is_refused(site: tuple[str, Path], tmp_path: Path) -> No
     assert not any((tmp_path / ".transfers").iterdir())
 
 
+def test_a_folder_that_cannot_be_written_is_named(site: tuple[str, Path], tmp_path: Path) -> None:
+    """The message has the folder, the reason, and what to do by hand."""
+    pytest.importorskip("pooch")
+    (tmp_path / "file").write_bytes(b"")
+    source = Source(url=f"{site[0]}/a.txt", files={"set/a.txt": sha256(b"hello")})
+    with pytest.raises(UserError, match=r"room in .*/file, got .*Not a directory.* put set/a\.txt"):
+        download("x", tmp_path / "file", (source,))
+
+
 @pytest.mark.parametrize("kind", ["tar.gz", "zip", "gz"])
 def test_archives_are_unpacked(kind: str, site: tuple[str, Path], tmp_path: Path) -> None:
     """Files that a source names come out of its archive; a damaged archive is refused."""
