@@ -27,7 +27,7 @@ from gossamer.workloads.command import data_command
 from gossamer.workloads.files import data_folder
 from gossamer.workloads.imagenet import imagenet_floats, read_imagenet
 from gossamer.workloads.images import cifar_floats, read_cifar10, read_fashion_mnist
-from gossamer.workloads.multi30k import read_multi30k, translate
+from gossamer.workloads.multi30k import read_multi30k
 from gossamer.workloads.sources import DATA_SETS, Source, download, find_data_set
 from gossamer.workloads.wikitext import read_wikitext2
 
@@ -248,8 +248,7 @@ def test_translations_are_packed_and_judged(
     monkeypatch.setattr("gossamer.workloads.multi30k.read_multi30k", lambda _: corpus)
     monkeypatch.setenv("GOSSAMER_DATA", str(tmp_path))
     workload = workloads.find("multi30k-transformer")
-    model: Any = workload.make_model().eval()
-    assert translate(model, row[None, :32]).shape[1] <= 31
+    model = workload.make_model().eval()
     assert 0 <= workload.evaluate(model, workload.load()) < 5
 
 
