@@ -11,8 +11,8 @@ second of two ways to use the same samples, interleaved in one process, medians 
 
 Both with fetching, augmentation and the recipe's optimizer. ``of_batch`` is the simulation's
 samples/s over those of the batch, median of the rounds' ratios. With ``--train``, one epoch (or so
-many steps) of a run on a ring: mean loss of the first and of the last tenth of its steps, the
-metric of the average model at the end, and samples per second of training.
+many steps) of a run on a ring, of which 20 steps are logged: mean loss of the first and of the last
+two of them, the metric of the average model at the end, and samples per second of training.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def main(
         fields |= {"batch_size": batch} if batch else {}
         fields |= {"steps_per_epoch": steps} if steps else {}
         fields |= {"lr": lr} if lr else {}
-        spec = RunSpec(**fields, epochs=1, log_every=1, evaluate_replicas=0, warmup_epochs=0)
+        spec = RunSpec(**fields, epochs=1, evaluate_replicas=0, warmup_epochs=0)
+        spec = spec.model_copy(update={"log_every": max(1, spec.steps_per_epoch // 20)})
         try:
             spec.make_workload().load()
         except UserError as error:
@@ -112,13 +113,12 @@ def learn(spec: RunSpec) -> dict[str, Any]:
     records = list(run(spec))
     steps = [record for record in records if isinstance(record, Step)]
     (evaluation,) = (record for record in records if isinstance(record, Evaluation))
-    tenth = max(1, len(steps) // 10)
-    samples = spec.workers * spec.batch_size * len(steps)
+    samples = spec.workers * spec.batch_size * spec.num_steps
     return _sizes(spec) | {
         "lr": spec.lr,
-        "steps": len(steps),
-        "first_loss": round(statistics.mean(step.loss for step in steps[:tenth]), 4),
-        "last_loss": round(statistics.mean(step.loss for step in steps[-tenth:]), 4),
+        "steps": spec.num_steps,
+        "first_loss": round(statistics.mean(step.loss for step in steps[:2]), 4),
+        "last_loss": round(statistics.mean(step.loss for step in steps[-2:]), 4),
         spec.make_workload().metric_name: round(evaluation.average, 4),
         "train_s": round(evaluation.train_s, 1),
         "samples_per_s": round(samples / evaluation.train_s, 1),
