@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from importlib import resources
 from pathlib import Path
 
 import pytest
@@ -151,6 +152,14 @@ def test_a_file_that_is_not_there() -> None:
     """One line says what was looked for."""
     with pytest.raises(UserError, match=r"cannot read no/such\.toml: No such file"):
         load(Path("no/such.toml"))
+
+
+def test_the_demo_is_seven_methods_at_three_scales_and_real_processes() -> None:
+    """What the README promises."""
+    text = resources.files("gossamer.bench").joinpath("demo.toml").read_text()
+    runs = expand(parse(text, "demo.toml")).runs
+    assert len(runs) == 7 * 3 * 2 + 1
+    assert [spec.engine for spec in runs].count("distributed") == 1
 
 
 @pytest.mark.parametrize("path", sorted(Path("experiments").glob("*.toml")), ids=str)

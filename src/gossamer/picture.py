@@ -29,6 +29,7 @@ _MAX_MATRIX_SIDE = 200
 # Okabe and Ito's palette: distinguishable with every common form of colour blindness.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 _DASHES = ("solid", "dash", "dot")
+_THUMBNAIL_DASHES = ("none", "7 4", "2 3", "8 3 2 3")
 _INK, _FAINT = "#1f2933", "#9aa5b1"
 
 
@@ -134,6 +135,39 @@ def save(figure: Figure, path: Path) -> None:
         raise UserError(f"cannot write {path}: {error.strerror}; choose another place") from error
 
 
+def thumbnail(schedule: Schedule, color: str, step: int = 0, most_edges: int = 400) -> str:
+    """Return the graph of a step as a small SVG, to stand in a page.
+
+    Workers have the colour of the text around. Of a schedule that repeats itself, the first rounds
+    are drawn, at most four, each in another dash.
+
+    Args:
+        schedule: whose graph it is.
+        color: of the edges.
+        step: which round is drawn where rounds do not repeat.
+        most_edges: if there are more, some of them are drawn.
+    """
+    rounds = [schedule.round(step)]
+    if schedule.period is not None:
+        rounds = [round for _, round in first_rounds(schedule, len(_THUMBNAIL_DASHES))]
+    points = 100 * _circle(schedule.num_workers)
+    paths: list[str] = []
+    for round, dash in zip(rounds, _THUMBNAIL_DASHES, strict=False):
+        receivers, senders, _ = _edges_to_draw(round, most_edges // len(rounds))
+        starts, ends = points[senders], points[receivers]
+        curves = np.hstack([starts, _bends(starts, ends, radius=100), ends]).round().astype(int)
+        path = "".join(f"M{a} {b}Q{c} {d} {e} {f}" for a, b, c, d, e, f in curves.tolist())
+        opacity = np.clip(8 / math.sqrt(len(senders) + 1), 0.3, 0.9)
+        look = f'stroke="{color}" stroke-opacity="{opacity:.2f}" stroke-dasharray="{dash}"'
+        paths.append(f'<path d="{path}" fill="none" stroke-width="1.5" {look}/>')
+    size = float(np.clip(300 / schedule.num_workers, 2.4, 12))
+    dots = "".join(f"M{x:.1f} {y:.1f}h.01" for x, y in points)
+    look = f'stroke="currentColor" stroke-width="{size:.1f}" stroke-linecap="round"'
+    paths.append(f'<path d="{dots}" fill="none" {look}/>')
+    head = '<svg viewBox="-110 -110 220 220" class="graph" aria-hidden="true">'
+    return f"{head}{''.join(paths)}</svg>"
+
+
 def _render(figure: Figure, kind: str) -> bytes:
     try:
         return figure.to_image(format=kind, scale=2 if kind == "png" else 1)
@@ -190,8 +224,7 @@ def _add_graph(
 ) -> None:
     """Draw workers on a circle and, for each round in a colour, who hears whom."""
     num_workers = rounds[0].num_workers
-    angles = np.pi / 2 - 2 * np.pi * np.arange(num_workers) / num_workers
-    points = np.column_stack([np.cos(angles), np.sin(angles)])
+    points = _circle(num_workers)
     at: dict[str, Any] = {"row": row, "col": column}
     for round, color in zip(rounds, PALETTE, strict=False):
         _add_edges(figure, round, points, color, at)
@@ -235,13 +268,18 @@ def _add_edges(
         figure.add_annotation(text=f"{share:.1%} of the edges drawn", x=0, y=-1.18, **note, **at)
 
 
-def _edges_to_draw(round: Round) -> tuple[IntArray, IntArray, float]:
+def _circle(num_workers: int) -> FloatArray:
+    angles = np.pi / 2 - 2 * np.pi * np.arange(num_workers) / num_workers
+    return np.column_stack([np.cos(angles), np.sin(angles)])
+
+
+def _edges_to_draw(round: Round, most: int = _MAX_EDGES_DRAWN) -> tuple[IntArray, IntArray, float]:
     """Return receivers and senders, each link once where it goes both ways, thinned if many."""
     matrix = round.matrix().tocoo()
     receivers, senders = (index.astype(np.int64) for index in matrix.coords)
     keep = receivers < senders if round.symmetric else receivers != senders
     receivers, senders = receivers[keep], senders[keep]
-    step = math.ceil(len(receivers) / _MAX_EDGES_DRAWN) or 1
+    step = math.ceil(len(receivers) / most) or 1
     chosen = slice(None, None, step)
     share = len(receivers[chosen]) / max(len(receivers), 1)
     return receivers[chosen], senders[chosen], share if len(receivers) else 1.0
@@ -250,11 +288,16 @@ def _edges_to_draw(round: Round) -> tuple[IntArray, IntArray, float]:
 def _curves(starts: FloatArray, ends: FloatArray, num_points: int = 9) -> FloatArray:
     """Return [edges, points + 1, 2]: curves towards the middle, the longer the more; then a gap."""
     t = np.linspace(0, 1, num_points)[None, :, None]
-    chord = np.linalg.norm(starts - ends, axis=1)[:, None, None]
-    bend = (1 - chord / 4) * (starts + ends)[:, None, :] / 2
+    bend = _bends(starts, ends)[:, None, :]
     curves = (1 - t) ** 2 * starts[:, None] + 2 * t * (1 - t) * bend + t**2 * ends[:, None]
     gap = np.full((len(starts), 1, 2), np.nan)
     return np.concatenate([curves, gap], axis=1)
+
+
+def _bends(starts: FloatArray, ends: FloatArray, radius: float = 1) -> FloatArray:
+    """Return the control points of the curves, [edges, 2]."""
+    chord = np.linalg.norm(starts - ends, axis=1)[:, None]
+    return (1 - chord / (4 * radius)) * (starts + ends) / 2
 
 
 def _add_arrowheads(figure: Figure, curves: FloatArray, color: str, at: dict[str, Any]) -> None:

@@ -1,0 +1,84 @@
+"""From stories to tables: pure functions, no files and no pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import polars as pl
+
+from gossamer.bench.analysis.comparison import (
+    crossovers,
+    differences,
+    summary,
+    verdicts,
+)
+from gossamer.bench.analysis.observations import (
+    PHASES,
+    fits,
+    graph_ranks,
+    observations,
+    phase_dispersion,
+    run_dispersion,
+)
+from gossamer.bench.analysis.tabulate import MEASURES, Tables, tabulate
+from gossamer.bench.store import Story
+
+__all__ = ["MEASURES", "PHASES", "Analysis", "Tables", "analyse", "analyse_tables", "tabulate"]
+
+
+class Analysis(NamedTuple):
+    """Everything a report says, as tables."""
+
+    runs: pl.DataFrame
+    steps: pl.DataFrame
+    evaluations: pl.DataFrame
+    dispersion: pl.DataFrame
+    dispersion_by_phase: pl.DataFrame
+    """By run, phase and tensor."""
+
+    dispersion_by_run: pl.DataFrame
+    """By run and phase, over tensors."""
+
+    summary: pl.DataFrame
+    differences: pl.DataFrame
+    verdicts: pl.DataFrame
+    observations: pl.DataFrame
+    fits: pl.DataFrame
+    graph_ranks: pl.DataFrame
+    crossovers: pl.DataFrame
+
+    @property
+    def tables(self) -> Tables:
+        """What was measured."""
+        return Tables(self.runs, self.steps, self.evaluations, self.dispersion)
+
+
+def analyse(stories: Iterable[Story], names: Mapping[str, str] | None = None) -> Analysis:
+    """Return all tables of an experiment.
+
+    Args:
+        stories: its runs.
+        names: what methods are called, by run; by default as their records say.
+    """
+    return analyse_tables(tabulate(stories, names))
+
+
+def analyse_tables(measured: Tables) -> Analysis:
+    """Return all that follows from what was measured."""
+    runs = measured.runs
+    of_phases = phase_dispersion(measured)
+    of_runs = run_dispersion(of_phases)
+    results, gaps = summary(runs), differences(runs)
+    return Analysis(
+        *measured,
+        of_phases,
+        of_runs,
+        results,
+        gaps,
+        verdicts(runs, results, gaps),
+        observations(runs, of_runs),
+        fits(runs, of_runs),
+        graph_ranks(runs, of_phases),
+        crossovers(measured),
+    )

@@ -1,0 +1,169 @@
+"""The three observations of DBench as statistics, and ranks of graphs.
+
+1. accuracy against scale            for each method
+2. accuracy against connections      at each scale, and over scales with each ranked by itself
+3. accuracy against dispersion       the same; for each measure, early, middle and late in training
+
+All are Spearman's rank correlations with final quality: the metric of the averaged model, negated
+where lower is better. So a negative one always means that more goes with worse.
+
+Reference: Xie et al., Scaling up data parallelism (https://arxiv.org/abs/2509.12213).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import polars as pl
+
+from gossamer.bench.analysis.statistics import Correlation, fit, spearman
+from gossamer.bench.analysis.tabulate import MEASURES, Tables
+
+PHASES = ("early", "middle", "late")
+"""Thirds of training, by steps."""
+
+_LEAST = 1e-12
+"""Below this a dispersion is rounding; its logarithm is taken here."""
+
+
+def phase_dispersion(tables: Tables) -> pl.DataFrame:
+    """Return one row per run, phase and tensor: each measure's mean over the steps of the phase."""
+    length = tables.runs.select("run_id", last="steps")
+    phase = (pl.col("step") - 1) * len(PHASES) // pl.max_horizontal("last", pl.lit(1))
+    names = pl.DataFrame({"phase_number": range(len(PHASES)), "phase": PHASES})
+    return (
+        tables.dispersion.join(length, on="run_id", maintain_order="left")
+        .with_columns(phase_number=phase.clip(0, len(PHASES) - 1))
+        .group_by(["run_id", "phase_number", "tensor"], maintain_order=True)
+        .agg(pl.col(list(MEASURES)).mean())
+        .join(names, on="phase_number", maintain_order="left")
+        .select("run_id", "phase", "tensor", *MEASURES)
+    )
+
+
+def run_dispersion(of_phases: pl.DataFrame) -> pl.DataFrame:
+    """Return one row per run and phase: each measure's geometric mean over tensors.
+
+    Tensors differ in dispersion by orders of magnitude; so each has the same say.
+    """
+    mean = pl.col(list(MEASURES)).clip(lower_bound=_LEAST).log10().mean()
+    return (
+        of_phases.group_by(["run_id", "phase"], maintain_order=True)
+        .agg(mean)
+        .with_columns((10 ** pl.col(list(MEASURES))).name.keep())
+    )
+
+
+def observations(runs: pl.DataFrame, dispersion: pl.DataFrame) -> pl.DataFrame:
+    """Return the correlations, one row each.
+
+    Args:
+        runs: of ``Tables``. Runs on processes that repeat simulated ones are not counted twice.
+        dispersion: as ``run_dispersion`` returns it.
+    """
+    done = runs.filter(pl.col("quality").is_not_null(), ~pl.col("twin"))
+    mixing = done.filter(~pl.col("centralized"))
+    rows = [
+        *_scale(done),
+        *_by_scale(mixing, "connections", {"observation": "connections"}),
+    ]
+    joined = dispersion.join(mixing, on="run_id", maintain_order="left")
+    for (phase,), group in joined.group_by(["phase"], maintain_order=True):
+        for measure in MEASURES:
+            named = {"observation": "dispersion", "phase": phase, "measure": measure}
+            rows += _by_scale(group, measure, named)
+    return pl.DataFrame(rows, schema=_OBSERVATION_SCHEMA)
+
+
+def fits(runs: pl.DataFrame, dispersion: pl.DataFrame) -> pl.DataFrame:
+    """Return the lines of final metric against log10 dispersion, by scale, phase and measure."""
+    done = runs.filter(pl.col("final").is_not_null(), ~pl.col("twin"), ~pl.col("centralized"))
+    joined = dispersion.join(done, on="run_id", maintain_order="left")
+    rows: list[dict[str, Any]] = []
+    keys = ["workload", "workers", "phase"]
+    for key, group in joined.group_by(keys, maintain_order=True):
+        for measure in MEASURES:
+            x = np.log10(np.maximum(group[measure].to_numpy(), _LEAST))
+            line = fit(x, group["final"].to_numpy())
+            if line is not None:
+                row: dict[str, Any] = dict(zip(keys, key, strict=True))
+                ends = {"x_low": 10 ** float(x.min()), "x_high": 10 ** float(x.max())}
+                rows.append(row | {"measure": measure} | line._asdict() | ends)
+    return pl.DataFrame(rows, schema=_FIT_SCHEMA)
+
+
+def graph_ranks(runs: pl.DataFrame, of_phases: pl.DataFrame) -> pl.DataFrame:
+    """Return the rank of each method by dispersion of each tensor, 1 the least, at each scale.
+
+    Ranked by the mean over seeds, for each measure and phase.
+    """
+    mixing = runs.filter(~pl.col("centralized"), pl.col("status") == "done")
+    chosen = mixing.select("run_id", "workload", "workers", "method")
+    keys = ["workload", "workers", "phase", "tensor"]
+    return (
+        of_phases.join(chosen, on="run_id", maintain_order="left")
+        .unpivot(list(MEASURES), index=[*keys, "method"], variable_name="measure")
+        .group_by([*keys, "measure", "method"], maintain_order=True)
+        .agg(pl.col("value").mean())
+        .with_columns(rank=pl.col("value").rank("average").over([*keys, "measure"]))
+    )
+
+
+def _scale(done: pl.DataFrame) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for (workload, method), group in done.group_by(["workload", "method"], maintain_order=True):
+        found = spearman(group["workers"].to_numpy(), group["quality"].to_numpy())
+        named = {"observation": "scale", "workload": workload, "method": method}
+        rows.append(named | _numbers(found))
+    for (workload,), group in done.group_by(["workload"], maintain_order=True):
+        mixing = group.filter(~pl.col("centralized"))
+        found = spearman(mixing["workers"], mixing["quality"], mixing["method"].to_list())
+        rows.append({"observation": "scale", "workload": workload} | _numbers(found))
+    return rows
+
+
+def _by_scale(mixing: pl.DataFrame, column: str, named: dict[str, Any]) -> list[dict[str, Any]]:
+    """Correlate a column with quality at each scale, and over all with each scale by itself."""
+    rows: list[dict[str, Any]] = []
+    known = mixing.filter(pl.col(column).is_not_null())
+    for (workload,), of_workload in known.group_by(["workload"], maintain_order=True):
+        for (workers,), group in of_workload.group_by(["workers"], maintain_order=True):
+            found = spearman(group[column].to_numpy(), group["quality"].to_numpy())
+            rows.append(named | {"workload": workload, "workers": workers} | _numbers(found))
+        found = spearman(
+            of_workload[column], of_workload["quality"], of_workload["workers"].to_list()
+        )
+        rows.append(named | {"workload": workload} | _numbers(found))
+    return rows
+
+
+def _numbers(found: Correlation) -> dict[str, Any]:
+    return found._asdict()
+
+
+_OBSERVATION_SCHEMA: dict[str, Any] = {
+    "observation": pl.String,
+    "workload": pl.String,
+    "workers": pl.Int64,
+    "method": pl.String,
+    "phase": pl.String,
+    "measure": pl.String,
+    "rho": pl.Float64,
+    "p": pl.Float64,
+    "runs": pl.Int64,
+    "note": pl.String,
+}
+
+_FIT_SCHEMA: dict[str, Any] = {
+    "workload": pl.String,
+    "workers": pl.Int64,
+    "phase": pl.String,
+    "measure": pl.String,
+    "slope": pl.Float64,
+    "intercept": pl.Float64,
+    "r2": pl.Float64,
+    "runs": pl.Int64,
+    "x_low": pl.Float64,
+    "x_high": pl.Float64,
+}

@@ -1,0 +1,319 @@
+"""From stories to tables: one row per run, step, evaluation, and (run, step, tensor)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import polars as pl
+
+from gossamer import topology, workloads
+from gossamer.bench.store import Story
+from gossamer.engine import CENTRALIZED
+from gossamer.errors import UserError
+from gossamer.records import Evaluation, Spread, Started, Step
+from gossamer.topology import Schedule
+from gossamer.workloads import Workload
+
+MEASURES: dict[str, str] = {
+    "gini": "Gini coefficient",
+    "index_of_dispersion": "index of dispersion",
+    "coefficient_of_variation": "coefficient of variation",
+    "quartile_coefficient": "quartile coefficient",
+}
+"""The measures of dispersion and what a report calls them."""
+
+_LONGEST_PERIOD = 4096
+
+_NOT_A_VARIANT = {"workload", "workers", "method", "topology", "engine", "seed"}
+"""Fields in which runs of one method may differ without being called differently; a topology may
+follow the number of workers, as Ada's does."""
+
+
+class Tables(NamedTuple):
+    """What an experiment measured."""
+
+    runs: pl.DataFrame
+    """One row per run: its fields, how it ended, and its result where it is done."""
+
+    steps: pl.DataFrame
+    evaluations: pl.DataFrame
+    dispersion: pl.DataFrame
+    """One row per run, step and tensor, with the four measures."""
+
+
+class RunRows(NamedTuple):
+    """The rows of one run."""
+
+    run: dict[str, Any]
+    steps: pl.DataFrame
+    evaluations: pl.DataFrame
+    dispersion: pl.DataFrame
+
+
+def tabulate(stories: Iterable[Story], names: Mapping[str, str] | None = None) -> Tables:
+    """Return the tables of an experiment.
+
+    Args:
+        stories: its runs; those without a first record are left out.
+        names: what methods are called, by run; by default as their records say.
+    """
+    return join([rows for story in stories if (rows := rows_of(story))], names or {})
+
+
+def rows_of(story: Story) -> RunRows | None:
+    """Return the rows of one run; None where its first record is missing."""
+    started = story.records[0] if story.records else None
+    if not isinstance(started, Started):
+        return None
+    steps = [record for record in story.records if isinstance(record, Step)]
+    looks = [record for record in story.records if isinstance(record, Evaluation)]
+    workload = workloads.find(str(started.spec["workload"]))
+    evaluations = _evaluations(story.run_id, looks, workload)
+    run = _run(story, started, steps) | _result(story, evaluations, workload)
+    return RunRows(run, _steps(story.run_id, steps), evaluations, _dispersion(story.run_id, steps))
+
+
+def join(rows: Sequence[RunRows], names: Mapping[str, str]) -> Tables:
+    """Return the tables of several runs."""
+    specs = [dict(of_run.run["spec"]) for of_run in rows]
+    for spec, of_run in zip(specs, rows, strict=True):
+        spec["method"] = names.get(of_run.run["run_id"]) or spec["method"] or spec["topology"]
+    labels, twins = _labels(specs), _twins(specs)
+    runs = [
+        {key: value for key, value in of_run.run.items() if key != "spec"}
+        | {"method": label, "twin": twin}
+        for of_run, label, twin in zip(rows, labels, twins, strict=True)
+    ]
+    return Tables(
+        pl.DataFrame(runs, schema=_RUN_SCHEMA),
+        _concat([of_run.steps for of_run in rows], _STEP_SCHEMA),
+        _concat([of_run.evaluations for of_run in rows], _EVALUATION_SCHEMA),
+        _concat([of_run.dispersion for of_run in rows], _DISPERSION_SCHEMA),
+    )
+
+
+def schedule_of(spec: Mapping[str, Any]) -> Schedule | None:
+    """Return the rounds of a run; None where its workers hold one model."""
+    if spec["topology"] == CENTRALIZED:
+        return None
+    return _schedule(spec["topology"], spec["workers"], spec["steps_per_epoch"])
+
+
+@lru_cache(maxsize=256)
+def _schedule(text: str, workers: int, steps_per_epoch: int) -> Schedule:
+    return topology.parse(text, workers, steps_per_epoch=steps_per_epoch)
+
+
+def _run(story: Story, started: Started, steps: Sequence[Step]) -> dict[str, Any]:
+    spec, ended = started.spec, story.ended
+    counted = [record for record in story.records if isinstance(record, Step | Evaluation)]
+    workload = workloads.find(str(spec["workload"]))
+    return {
+        "run_id": story.run_id,
+        "spec": spec,
+        **{name: spec[name] for name in ("workload", "workers", "engine", "seed", "topology")},
+        "centralized": spec["topology"] == CENTRALIZED,
+        "order": spec["order"],
+        "control": spec["control"],
+        "metric": workload.metric_name,
+        "higher_is_better": workload.higher_is_better,
+        "status": ended.status if ended else "damaged" if story.damage else "unfinished",
+        "reason": ended.reason if ended else "",
+        "damage": story.damage,
+        "steps": counted[-1].step if counted else 0,
+        "planned_steps": spec["epochs"] * spec["steps_per_epoch"],
+        "connections": _connections(spec, steps),
+        "bytes_sent": counted[-1].bytes_sent if counted else 0.0,
+        "train_s": counted[-1].train_s if counted else 0.0,
+    }
+
+
+def _connections(spec: Mapping[str, Any], steps: Sequence[Step]) -> float | None:
+    """Return how many neighbours a worker hears per step, in the mean over training.
+
+    From the schedule where it repeats itself: the steps that are logged may be a biased sample of
+    a cycle. Otherwise, and where a control decides, from the records.
+    """
+    if spec["control"] == "plain":
+        try:
+            schedule = schedule_of(spec)
+        except UserError:  # a name that is gone; its records tell as well
+            schedule = None
+        if schedule and schedule.period and schedule.period <= _LONGEST_PERIOD:
+            degrees = [schedule.round(step).degree for step in range(schedule.period)]
+            return float(spec["gossip_steps"] * sum(degrees) / len(degrees))
+    heard = [step.degree * step.rounds for step in steps]
+    return sum(heard) / len(heard) if heard else None
+
+
+def _result(story: Story, evaluations: pl.DataFrame, workload: Workload) -> dict[str, Any]:
+    """Return the final and best metric of a run that is done, and when it reached the target."""
+    none: dict[str, Any] = dict.fromkeys(_RESULT_SCHEMA)
+    if story.ended is None or story.ended.status != "done" or evaluations.is_empty():
+        return none
+    sign = 1 if workload.higher_is_better else -1
+    averages = evaluations["average"]
+    last = evaluations.row(-1, named=True)
+    result = none | {
+        "final": last["average"],
+        "best": averages.max() if sign > 0 else averages.min(),
+        "replicas_mean": last["replicas_mean"],
+        "replicas_worst": last["replicas_worst"],
+        "quality": sign * last["average"],
+    }
+    if workload.target is not None:
+        reached = evaluations.filter(sign * averages >= sign * workload.target)
+        if not reached.is_empty():
+            first = reached.row(0, named=True)
+            result["target_step"] = first["step"]
+            result["target_bytes"] = first["bytes_sent"]
+            result["target_s"] = first["train_s"]
+    return result
+
+
+_RESULT_SCHEMA: dict[str, Any] = {
+    "final": pl.Float64,
+    "best": pl.Float64,
+    "replicas_mean": pl.Float64,
+    "replicas_worst": pl.Float64,
+    "quality": pl.Float64,
+    "target_step": pl.Int64,
+    "target_bytes": pl.Float64,
+    "target_s": pl.Float64,
+}
+
+_RUN_SCHEMA: dict[str, Any] = {
+    "run_id": pl.String,
+    "workload": pl.String,
+    "workers": pl.Int64,
+    "method": pl.String,
+    "engine": pl.String,
+    "seed": pl.Int64,
+    "topology": pl.String,
+    "centralized": pl.Boolean,
+    "order": pl.String,
+    "control": pl.String,
+    "metric": pl.String,
+    "higher_is_better": pl.Boolean,
+    "twin": pl.Boolean,
+    "status": pl.String,
+    "reason": pl.String,
+    "damage": pl.String,
+    "steps": pl.Int64,
+    "planned_steps": pl.Int64,
+    "connections": pl.Float64,
+    "bytes_sent": pl.Float64,
+    "train_s": pl.Float64,
+    **_RESULT_SCHEMA,
+}
+
+_STEP_SCHEMA: dict[str, Any] = {
+    "run_id": pl.String,
+    "step": pl.Int64,
+    "epoch": pl.Int64,
+    "lr": pl.Float64,
+    "loss": pl.Float64,
+    "worst_loss": pl.Float64,
+    "distance": pl.Float64,
+    "theta": pl.Float64,
+    "rounds": pl.Int64,
+    "degree": pl.Int64,
+    "target": pl.Float64,
+    "bytes_sent": pl.Float64,
+    "train_s": pl.Float64,
+}
+
+_EVALUATION_SCHEMA: dict[str, Any] = {
+    "run_id": pl.String,
+    "step": pl.Int64,
+    "epoch": pl.Int64,
+    "average": pl.Float64,
+    "replicas_mean": pl.Float64,
+    "replicas_worst": pl.Float64,
+    "bytes_sent": pl.Float64,
+    "train_s": pl.Float64,
+}
+
+_DISPERSION_SCHEMA: dict[str, Any] = {
+    "run_id": pl.String,
+    "step": pl.Int64,
+    "tensor": pl.String,
+    **dict.fromkeys(Spread._fields, pl.Float64),
+}
+
+
+def _steps(run_id: str, steps: Sequence[Step]) -> pl.DataFrame:
+    columns = {
+        name: [getattr(step, name) for step in steps] for name in _STEP_SCHEMA if name != "run_id"
+    }
+    return pl.DataFrame({"run_id": [run_id] * len(steps), **columns}, schema=_STEP_SCHEMA)
+
+
+def _evaluations(run_id: str, looks: Sequence[Evaluation], workload: Workload) -> pl.DataFrame:
+    worst = min if workload.higher_is_better else max
+    rows = [
+        {
+            "run_id": run_id,
+            **look.model_dump(include={"step", "epoch", "average", "bytes_sent", "train_s"}),
+            "replicas_mean": sum(own) / len(own) if own else None,
+            "replicas_worst": worst(own) if own else None,
+        }
+        for look in looks
+        for own in [list(look.replicas.values())]
+    ]
+    return pl.DataFrame(rows, schema=_EVALUATION_SCHEMA)
+
+
+def _dispersion(run_id: str, steps: Sequence[Step]) -> pl.DataFrame:
+    rows = [
+        (run_id, step.step, tensor, *spread)
+        for step in steps
+        for tensor, spread in step.dispersion.items()
+    ]
+    return pl.DataFrame(rows, schema=_DISPERSION_SCHEMA, orient="row")
+
+
+def _concat(frames: Sequence[pl.DataFrame], schema: dict[str, Any]) -> pl.DataFrame:
+    return pl.concat(frames) if frames else pl.DataFrame(schema=schema)
+
+
+def _labels(specs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what to call each run's method: its name, and the fields in which its runs differ.
+
+    A learning rate that takes two values at one scale makes two methods of one at every scale.
+    """
+    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    for spec in specs:
+        groups.setdefault((spec["method"], spec["workload"], spec["workers"]), []).append(spec)
+    varied: dict[str, list[str]] = {}
+    engines: dict[str, set[str]] = {}
+    for (method, *_), group in groups.items():
+        engines.setdefault(method, set()).update(spec["engine"] for spec in group)
+        for name in group[0]:
+            differs = any(spec.get(name) != group[0][name] for spec in group)
+            if differs and name not in _NOT_A_VARIANT | set(varied.get(method, [])):
+                varied.setdefault(method, []).append(name)
+    labels: list[str] = []
+    for spec in specs:
+        method = spec["method"]
+        parts = [method, *(f"{name}={_short(spec.get(name))}" for name in varied.get(method, []))]
+        if spec["engine"] == "distributed" and len(engines[method]) > 1:
+            parts.append("distributed")
+        labels.append(", ".join(parts))
+    return labels
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _twins(specs: Sequence[Mapping[str, Any]]) -> list[bool]:
+    """Return which runs repeat a simulated one on processes: the same result, not one more."""
+
+    def key(spec: Mapping[str, Any]) -> str:
+        return repr(sorted((k, v) for k, v in spec.items() if k not in ("engine", "method")))
+
+    simulated = {key(spec) for spec in specs if spec["engine"] == "simulated"}
+    return [spec["engine"] == "distributed" and key(spec) in simulated for spec in specs]

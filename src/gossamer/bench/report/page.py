@@ -1,0 +1,162 @@
+"""The page: one file with everything in it, or its content alone for one that is open already."""
+
+from __future__ import annotations
+
+import json
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+import polars as pl
+from markupsafe import Markup
+from plotly.offline import get_plotlyjs
+
+from gossamer.bench.analysis import MEASURES, Analysis
+from gossamer.bench.analysis.tabulate import schedule_of
+from gossamer.bench.report import words
+from gossamer.bench.report.figures import Figure, figures, method_styles
+from gossamer.bench.report.reading import Results
+from gossamer.errors import UserError
+from gossamer.picture import thumbnail
+from gossamer.topology import Schedule
+
+_MOST_GRAPHS = 60
+_MOST_ROWS = 400
+"""Rows of a table on the page; --tables writes all."""
+
+
+def render(
+    results: Results, refresh_s: float | None = None, made: dict[str, Any] | None = None
+) -> str:
+    """Return the page.
+
+    Args:
+        results: what it shows.
+        refresh_s: how often it asks the server that it came from for news; None for a file.
+        made: its content, where that is at hand.
+    """
+    template = _templates().get_template("page.html")
+    return template.render(
+        **(made or content(results)),
+        results=results,
+        refresh_s=refresh_s,
+        plotly=Markup(get_plotlyjs()),
+    )
+
+
+def content(results: Results) -> dict[str, Any]:
+    """Return what a page shows: ``html``, and ``data`` as JSON for its figures and filter."""
+    analysis = results.analysis
+    drawn = figures(analysis)
+    html = (
+        _templates()
+        .get_template("content.html")
+        .render(
+            results=results,
+            analysis=analysis,
+            figures={figure.name: figure for figure in drawn},
+            headlines=words.headlines(analysis),
+            findings=words.findings(analysis),
+            ranks=_mean_ranks(analysis),
+            correlations=_correlations(analysis),
+            graphs=_graphs(results),
+            most=_MOST_ROWS,
+            measures=MEASURES,
+            bounds=words.bounds,
+        )
+    )
+    return {"html": Markup(html), "data": _data(analysis, drawn)}
+
+
+def _data(analysis: Analysis, drawn: list[Figure]) -> Markup:
+    runs = analysis.runs
+    data = {
+        "workloads": runs["workload"].unique(maintain_order=True).to_list(),
+        "scales": {
+            str(workload): sorted(set(group["workers"].to_list()))
+            for (workload,), group in runs.group_by(["workload"], maintain_order=True)
+        },
+        "methods": {name: style._asdict() for name, style in method_styles(runs).items()},
+        "figures": {figure.name: figure._asdict() for figure in drawn},
+    }
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    # In a script element nothing but its end has a meaning.
+    return Markup(text.replace("<", "\\u003c"))
+
+
+@lru_cache(maxsize=1)
+def _templates() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("gossamer.bench.report", "templates"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters |= {
+        "number": words.number,
+        "megabytes": words.megabytes,
+        "p_value": words.p_value,
+        "signed": words.signed,
+    }
+    return environment
+
+
+def _correlations(analysis: Analysis) -> list[dict[str, Any]]:
+    """Return accuracy against dispersion, one row per workload and scale, a cell per statistic."""
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    chosen = analysis.observations.filter(pl.col("observation") == "dispersion")
+    chosen = chosen.sort(["workload", "workers"], nulls_last=False, maintain_order=True)
+    for row in chosen.iter_rows(named=True):
+        key = (row["workload"], row["workers"], row["phase"])
+        kept = rows.setdefault(key, {**row, "cells": {}})
+        kept["cells"][row["measure"]] = row
+    return list(rows.values())
+
+
+def _mean_ranks(analysis: Analysis) -> list[dict[str, Any]]:
+    """Return the Gini ranks of methods early in training, one row per scale and tensor."""
+    early = analysis.graph_ranks.filter(pl.col("phase") == "early", pl.col("measure") == "gini")
+    rows: list[dict[str, Any]] = []
+    keys = ["workload", "workers", "tensor"]
+    for key, group in early.group_by(keys, maintain_order=True):
+        named: dict[str, Any] = dict(zip(keys, key, strict=True))
+        order = group.sort("rank", maintain_order=True)
+        rows.append(named | {"order": list(order.select("method", "rank", "value").iter_rows())})
+    return rows
+
+
+def _graphs(results: Results) -> list[dict[str, Any]]:
+    """Return a drawing for each graph: of its first step, and of the last where it has changed."""
+    tiles: dict[tuple[int, str], dict[str, Any]] = {}
+    look = method_styles(results.analysis.runs)
+    for row in results.analysis.runs.iter_rows(named=True):
+        key = (row["workers"], row["method"])
+        needless = row["centralized"] or row["twin"]
+        if key in tiles or needless or len(tiles) == _MOST_GRAPHS:
+            continue
+        try:
+            schedule = schedule_of(results.specs[row["run_id"]])
+        except UserError:  # a topology that is gone
+            continue
+        if schedule:
+            last = row["planned_steps"] - 1
+            tiles[key] = {
+                "workload": row["workload"],
+                "workers": row["workers"],
+                "method": row["method"],
+                "topology": row["topology"],
+                "drawings": _drawings(schedule, look[row["method"]].color, last),
+            }
+    return list(tiles.values())
+
+
+def _drawings(schedule: Schedule, color: str, last: int) -> list[tuple[str, Markup]]:
+    first, end = schedule.round(0), schedule.round(last)
+    drawn = [("", thumbnail(schedule, color))]
+    if schedule.period is None and end.degree != first.degree:
+        drawn = [
+            (f"first, {first.degree} neighbours", drawn[0][1]),
+            (f"last, {end.degree} neighbours", thumbnail(schedule, color, last)),
+        ]
+    return [(caption, Markup(svg)) for caption, svg in drawn]

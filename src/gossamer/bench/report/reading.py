@@ -1,0 +1,176 @@
+"""An experiment's folder, read for a report: again and again, and each file once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+from gossamer.bench.analysis import Analysis, analyse_tables
+from gossamer.bench.analysis.tabulate import RunRows, join, rows_of
+from gossamer.bench.experiment import load
+from gossamer.bench.matrix import Matrix, Skipped, expand
+from gossamer.bench.store import Store
+from gossamer.errors import UserError
+from gossamer.records import Started
+
+
+class Problem(NamedTuple):
+    """A run that gave no result, or not all of it."""
+
+    run_id: str
+    workload: str
+    workers: int | None
+    method: str
+    seed: int | None
+    status: str
+    reason: str
+
+
+class Results(NamedTuple):
+    """What a folder holds."""
+
+    name: str
+    """Of the experiment."""
+
+    text: str
+    """Of its file; empty where there is none."""
+
+    analysis: Analysis
+    counts: dict[str, int]
+    """Runs by status; ``to do`` are those of the experiment that have no file."""
+
+    problems: list[Problem]
+    skipped: list[Skipped]
+    """Combinations that cannot be."""
+
+    foreign: int
+    """Runs in the folder that are not of the experiment; they are left out."""
+
+    remark: str
+    """Why it is not known which runs the experiment has."""
+
+    specs: dict[str, dict[str, Any]]
+    """By run."""
+
+    environments: list[tuple[dict[str, str], int]]
+    """Each that runs were done in, and how many."""
+
+    @property
+    def missing(self) -> int:
+        """Runs of which there is no result yet."""
+        return self.counts.get("to do", 0) + self.counts.get("unfinished", 0)
+
+
+class _Kept(NamedTuple):
+    stamps: tuple[tuple[str, int, int], ...]
+    rows: RunRows | None
+    damage: str
+    environment: dict[str, str]
+
+
+@final
+class Reader:
+    """Reads a folder. A file that has not changed since is not read again."""
+
+    def __init__(self, folder: Path) -> None:
+        if not (folder / "runs").is_dir():
+            raise UserError(
+                f"a report is of an experiment's folder, which has a folder runs; got {folder}; "
+                "make one with gossamer bench run"
+            )
+        self._store = Store(folder)
+        self._kept: dict[str, _Kept] = {}
+
+    def stamps(self) -> dict[str, tuple[tuple[str, int, int], ...]]:
+        """Return what tells whether anything has changed: by run, its files, times and sizes."""
+        found: dict[str, list[tuple[str, int, int]]] = {}
+        for path in sorted((self._store.folder / "runs").iterdir()):
+            if path.suffix in (".jsonl", ".part"):
+                try:
+                    status = path.stat()
+                except FileNotFoundError:  # renamed meanwhile
+                    continue
+                stamp = (path.name, status.st_mtime_ns, status.st_size)
+                found.setdefault(path.name.split(".")[0], []).append(stamp)
+        return {run_id: tuple(stamps) for run_id, stamps in found.items()}
+
+    def read(self) -> Results:
+        """Return what the folder holds now."""
+        self._refresh()
+        matrix, name, text, remark = self._experiment()
+        planned = {spec.id: spec.method for spec in matrix.runs} if matrix else {}
+        chosen = {
+            run_id: kept for run_id, kept in self._kept.items() if not planned or run_id in planned
+        }
+        rows = [kept.rows for kept in chosen.values() if kept.rows]
+        analysis = analyse_tables(join(_in_order(rows, list(planned)), planned))
+        counts = Counter(analysis.runs["status"].to_list())
+        counts["damaged"] += sum(kept.rows is None for kept in chosen.values())
+        counts["to do"] = len(planned.keys() - chosen.keys())
+        skipped = matrix.skipped if matrix else []
+        counts["skipped"] += len(skipped)
+        return Results(
+            name=name,
+            text=text,
+            analysis=analysis,
+            counts={status: count for status, count in counts.items() if count},
+            problems=_problems(analysis, chosen),
+            skipped=skipped,
+            foreign=len(self._kept) - len(chosen),
+            remark=remark,
+            specs={row.run["run_id"]: row.run["spec"] for row in rows},
+            environments=_environments(list(chosen.values())),
+        )
+
+    def _refresh(self) -> None:
+        stamps = self.stamps()
+        self._kept = {run_id: kept for run_id, kept in self._kept.items() if run_id in stamps}
+        for run_id, stamp in stamps.items():
+            if run_id in self._kept and self._kept[run_id].stamps == stamp:
+                continue
+            try:
+                story = self._store.read(run_id)
+            except UserError:  # renamed between the two looks: the next one finds it
+                continue
+            first = story.records[0] if story.records else None
+            environment = first.environment if isinstance(first, Started) else {}
+            self._kept[run_id] = _Kept(stamp, rows_of(story), story.damage, environment)
+
+    def _experiment(self) -> tuple[Matrix | None, str, str, str]:
+        path = self._store.experiment_path
+        fallback = self._store.folder.resolve().name
+        if not path.exists():
+            return None, fallback, "", f"{path.name} is not in the folder"
+        try:
+            experiment = load(path)
+            return expand(experiment), experiment.name, experiment.text, ""
+        except UserError as error:
+            return None, fallback, path.read_text(), str(error)
+
+
+def _in_order(rows: list[RunRows], planned: list[str]) -> list[RunRows]:
+    """Return runs in the order of the experiment, so that methods come in the order of its list."""
+    place = {run_id: number for number, run_id in enumerate(planned)}
+    return sorted(rows, key=lambda row: place.get(row.run["run_id"], 0))
+
+
+def _problems(analysis: Analysis, chosen: dict[str, _Kept]) -> list[Problem]:
+    found = [
+        Problem(run_id, "", None, "", None, "damaged", kept.damage or "it has no first record")
+        for run_id, kept in chosen.items()
+        if kept.rows is None
+    ]
+    for row in analysis.runs.iter_rows(named=True):
+        if row["status"] != "done":
+            reason = row["damage"] or "".join(row["reason"].strip().splitlines()[-1:])
+            if row["status"] == "unfinished":
+                reason = f"goes on, or was cut off, after step {row['steps']}"
+            names = ("run_id", "workload", "workers", "method", "seed", "status")
+            found.append(Problem(**{name: row[name] for name in names}, reason=reason))
+    return found
+
+
+def _environments(kept: list[_Kept]) -> list[tuple[dict[str, str], int]]:
+    counted = Counter(tuple(sorted(of_run.environment.items())) for of_run in kept)
+    return [(dict(items), count) for items, count in counted.most_common() if items]

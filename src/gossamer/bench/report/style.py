@@ -1,0 +1,59 @@
+"""One look per method in all figures: colour, and for those who cannot tell it, dash and symbol."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from gossamer.picture import PALETTE
+
+# Those of Okabe and Ito's colours that can be seen on white and on black; grey is for what is
+# compared with.
+_COLORS = PALETTE[:6]
+_REFERENCE = "#808080"
+_DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
+_SYMBOLS = (
+    "circle",
+    "square",
+    "diamond",
+    "triangle-up",
+    "cross",
+    "x",
+    "triangle-down",
+    "star",
+    "pentagon",
+    "hexagram",
+    "bowtie",
+)
+
+
+class Style(NamedTuple):
+    """How a method looks."""
+
+    color: str
+    dash: str
+    symbol: str
+
+
+def styles(decentralized: Iterable[str], centralized: Iterable[str]) -> dict[str, Style]:
+    """Return the look of every method.
+
+    Colours repeat after six, dashes after thirty and symbols after eleven: 330 methods differ.
+    """
+    return {
+        **{name: _style(_REFERENCE, number, number) for number, name in enumerate(centralized)},
+        **{
+            name: _style(_COLORS[number % len(_COLORS)], number // len(_COLORS), number)
+            for number, name in enumerate(decentralized)
+        },
+    }
+
+
+def _style(color: str, dash: int, symbol: int) -> Style:
+    return Style(color, _DASHES[dash % len(_DASHES)], _SYMBOLS[symbol % len(_SYMBOLS)])
+
+
+def faded(color: str, opacity: float) -> str:
+    """Return a colour of the form #rrggbb that lets through what is behind it."""
+    red, green, blue = (int(color[place : place + 2], 16) for place in (1, 3, 5))
+    return f"rgba({red},{green},{blue},{opacity})"

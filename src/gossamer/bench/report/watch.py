@@ -1,0 +1,143 @@
+"""The page, live, while runs go on: a server on loopback that only reads.
+
+Work is bounded. A folder that has not changed costs a look at its file names; one that has is read
+at most every few seconds, only the files that changed, and never for more than a tenth of the time
+however many pages are open.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+import time
+from hashlib import blake2b
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, final
+from urllib.parse import parse_qs, urlsplit
+
+from gossamer.bench.report.page import content, render
+from gossamer.bench.report.reading import Reader
+from gossamer.errors import UserError
+
+_SHARE = 10
+"""Of the time since it began at most this fraction is spent on a refresh."""
+
+
+@final
+class _Answers:
+    """The page and its content, made when asked for and old."""
+
+    def __init__(self, folder: Path, refresh_s: float) -> None:
+        self._reader = Reader(folder)
+        self._refresh_s = refresh_s
+        self._lock = threading.Lock()
+        self._stamps: Any = None
+        self._due = 0.0
+        self._made: dict[str, bytes] = {}
+        self.tag = ""
+
+    def get(self, name: str) -> bytes:
+        """Return the page ("") or its content."""
+        with self._lock:
+            now = time.monotonic()
+            if now >= self._due:
+                stamps = self._reader.stamps()
+                if stamps != self._stamps:
+                    self._make()
+                    self._stamps = stamps
+                spent = time.monotonic() - now
+                self._due = time.monotonic() + max(self._refresh_s / 2, _SHARE * spent)
+            return self._made[name]
+
+    def _make(self) -> None:
+        results = self._reader.read()
+        made = content(results)
+        body = {"html": str(made["html"]), "data": json.loads(made["data"])}
+        self._made = {
+            "": render(results, self._refresh_s, made).encode(),
+            "content": json.dumps(body).encode(),
+        }
+        self.tag = f'"{blake2b(self._made["content"], digest_size=8).hexdigest()}"'
+
+
+@final
+class Watch:
+    """A server of one folder's page.
+
+    Args:
+        folder: where records are kept.
+        port: 0 takes a free one.
+        refresh_s: how often an open page asks for news.
+    """
+
+    def __init__(self, folder: Path, port: int = 0, refresh_s: float = 5.0) -> None:
+        token = secrets.token_urlsafe(24)
+        answers = _Answers(folder, refresh_s)
+
+        class Handler(_Handler):
+            pass
+
+        Handler.token, Handler.answers = token, answers
+        try:
+            self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+        except OSError as error:
+            raise UserError(
+                f"--port must be free, got {port}: {error.strerror}; leave it out to take any"
+            ) from error
+        self._server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self._server.server_port}/?token={token}"
+
+    def serve(self) -> None:
+        """Answer until interrupted, or closed from another thread."""
+        try:
+            self._server.serve_forever()
+        finally:
+            self._server.server_close()
+
+    def close(self) -> None:
+        """Stop answering."""
+        self._server.shutdown()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    token: str
+    answers: _Answers
+
+    def do_GET(self) -> None:
+        """Answer with the page, its content, or a refusal."""
+        place = urlsplit(self.path)
+        given = parse_qs(place.query).get("token", [""])[0]
+        # A name other than loopback's would let a page of someone else read this one.
+        host = self.headers.get("Host", "").rpartition(":")[0]
+        if host not in ("127.0.0.1", "localhost") or not secrets.compare_digest(
+            given.encode(), self.token.encode()
+        ):
+            self._answer(403, b"open the address that gossamer bench watch printed\n", "text/plain")
+            return
+        name = place.path.strip("/")
+        if name not in ("", "content"):
+            self._answer(404, b"there is no such page\n", "text/plain")
+            return
+        body = self.answers.get(name)
+        tag = self.answers.tag
+        if name and self.headers.get("If-None-Match") == tag:
+            self._answer(304, b"", "application/json", tag)
+            return
+        self._answer(200, body, "application/json" if name else "text/html; charset=utf-8", tag)
+
+    def _answer(self, status: int, body: bytes, kind: str, tag: str = "") -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        if tag:
+            self.send_header("ETag", tag)
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing: the address holds the token."""

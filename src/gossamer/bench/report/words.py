@@ -1,0 +1,198 @@
+"""Numbers and findings in words, for the page and the terminal alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import polars as pl
+
+from gossamer.bench.analysis import Analysis
+
+SIGNIFICANT = 0.05
+
+
+class Finding(NamedTuple):
+    """One of the three observations, as this experiment has it."""
+
+    workload: str
+    title: str
+    claim: str
+    """What the paper observed."""
+
+    answer: str
+    """One of: seen, not seen, the opposite, too few runs."""
+
+    statistic: str
+    row: dict[str, Any]
+    """Of the table of observations."""
+
+
+def number(value: float | None) -> str:
+    """Return a number with four significant digits.
+
+    >>> number(0.91234567), number(123456.0), number(None)
+    ('0.9123', '123,456', '–')
+    """
+    if value is None:
+        return "–"
+    text = f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+    return text.replace("-", "−") if value < 0 else text
+
+
+def megabytes(count: float | None) -> str:
+    """Return bytes in the unit that suits them.
+
+    >>> megabytes(14069040.0)
+    '14.1 MB'
+    """
+    if count is None:
+        return "–"
+    for unit, size in (("GB", 1e9), ("MB", 1e6)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count / 1e3:.3g} kB"
+
+
+def bounds(low: float | None, high: float | None) -> str:
+    """Return an interval; nothing where there is none."""
+    return "" if low is None or high is None else f"{number(low)} to {number(high)}"
+
+
+def p_value(p: float | None) -> str:
+    """Return a p-value as it is written.
+
+    >>> p_value(0.00001), p_value(0.0421)
+    ('p < 0.001', 'p = 0.042')
+    """
+    if p is None:
+        return ""
+    return "p < 0.001" if p < 0.001 else f"p = {p:.2g}"
+
+
+def correlation(row: dict[str, Any]) -> str:
+    """Return a row of the table of observations in words."""
+    if row["rho"] is None:
+        return str(row["note"])
+    return f"ρ = {signed(row['rho'])}, {p_value(row['p'])}, {row['runs']} runs"
+
+
+def signed(value: float) -> str:
+    """Return a correlation.
+
+    >>> signed(-0.5)
+    '−0.50'
+    """
+    return f"{value:+.2f}".replace("-", "−")
+
+
+def headlines(analysis: Analysis) -> dict[str, list[str]]:
+    """Return, for each workload, what came out, in a few sentences: who wins, at what cost."""
+    lines: dict[str, list[str]] = {}
+    for (workload,), verdicts in analysis.verdicts.group_by(["workload"], maintain_order=True):
+        rows = list(verdicts.sort("workers").iter_rows(named=True))
+        lines[str(workload)] = [_winners(rows), *_costs(rows[-1]), *_versus(rows[-1])]
+    return lines
+
+
+def findings(analysis: Analysis) -> list[Finding]:
+    """Return the three observations for each workload."""
+    found: list[Finding] = []
+    overall = pl.col("workers").is_null() & pl.col("method").is_null()
+    for workload in analysis.observations["workload"].unique(maintain_order=True):
+        here = analysis.observations.filter(pl.col("workload") == workload, overall)
+        early = (pl.col("phase") == "early") & (pl.col("measure") == "gini")
+        for name, claim, sign in _CLAIMS:
+            rows = here.filter(pl.col("observation") == name)
+            if name == "dispersion":
+                rows = rows.filter(early)
+            if rows.is_empty():
+                continue
+            row = rows.row(0, named=True)
+            told = f"Against {_AGAINST[name]}"
+            found.append(Finding(workload, told, claim, _answer(row, sign), correlation(row), row))
+    return found
+
+
+_CLAIMS = (
+    ("scale", "Decentralized training loses as it scales.", -1),
+    ("connections", "More connections go with a better result.", 1),
+    ("dispersion", "Replicas that differ more go with a worse result.", -1),
+)
+_AGAINST = {
+    "scale": "the number of workers",
+    "connections": "the number of connections",
+    "dispersion": "dispersion (Gini, early in training)",
+}
+
+
+def _answer(row: dict[str, Any], sign: int) -> str:
+    if row["rho"] is None:
+        return "cannot be told"
+    if row["p"] >= SIGNIFICANT:
+        return "not seen"
+    return "seen" if row["rho"] * sign > 0 else "the opposite"
+
+
+def _winners(rows: Sequence[dict[str, Any]]) -> str:
+    scales: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        num = len(row["level"] or [])
+        level = f", level with {num} other{'s'[num == 1 :]}," if num else ""
+        scales.setdefault((row["winner"], level), []).append(str(row["workers"]))
+    parts = [
+        f"{quoted(winner)}{level} on {listed(where)} worker{'s'[where == ['1'] :]}"
+        for (winner, level), where in scales.items()
+    ]
+    return f"Best {rows[0]['metric']}: {'; '.join(parts)}."
+
+
+def _costs(row: dict[str, Any]) -> list[str]:
+    where = f"On {row['workers']} workers"
+    if row["methods"] < 2:
+        return []
+    if row["level"] is None:
+        return [f"{where} methods share one seed: their order may be chance."]
+    if not row["level"]:
+        return [f"{where} it is ahead of every other method, by more than seeds differ."]
+    level = f"{where} {listed([quoted(name) for name in row['level']])} cannot be told from it."
+    if row["cheapest"] == row["winner"]:
+        sent = megabytes(row["winner_bytes"])
+        return [f"{level} It sends the least of these, {sent} per worker."]
+    saved = 1 - row["cheapest_bytes"] / row["winner_bytes"]
+    return [
+        f"{level} The cheapest of these, {quoted(row['cheapest'])}, sends "
+        f"{megabytes(row['cheapest_bytes'])} per worker in place of "
+        f"{megabytes(row['winner_bytes'])} ({saved:.0%} less)."
+    ]
+
+
+def _versus(row: dict[str, Any]) -> list[str]:
+    if row["better"] is None:
+        return []
+    gap = "ahead of" if row["better"] > 0 else "behind"
+    even = row["better"] == 0
+    size = "level with" if even else f"{number(abs(row['better']))} {gap}"
+    between = bounds(row["better_low"], row["better_high"])
+    return [
+        f"The best decentralized method there, {quoted(row['decentralized'])}, is {size} "
+        f"{quoted(row['centralized'])}" + (f" (95 % interval {between})." if between else ".")
+    ]
+
+
+def quoted(name: str) -> str:
+    """Return a name as it stands in a sentence.
+
+    >>> quoted("Ada"), quoted("ring, held")
+    ('Ada', '“ring, held”')
+    """
+    return f"“{name}”" if " " in name else name
+
+
+def listed(items: Sequence[str]) -> str:
+    """Return items as a sentence has them.
+
+    >>> listed(["a", "b", "c"])
+    'a, b and c'
+    """
+    return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"

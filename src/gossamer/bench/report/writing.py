@@ -1,0 +1,168 @@
+"""Write a report: the page, and figures and tables as files. Each appears whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import polars as pl
+
+from gossamer.bench.analysis import Analysis
+from gossamer.bench.report.figures import Figure, figures
+from gossamer.bench.report.page import render
+from gossamer.bench.report.reading import Reader, Results
+from gossamer.errors import UserError
+
+
+def write_report(
+    folder: Path,
+    out: Path | None = None,
+    *,
+    figures_dir: Path | None = None,
+    tables_dir: Path | None = None,
+    tensorboard_dir: Path | None = None,
+) -> Results:
+    """Write the report of an experiment's folder; return what it shows.
+
+    Args:
+        folder: where records are kept.
+        out: the page; by default ``report.html`` in the folder.
+        figures_dir: where figures go as .png and .svg, if at all; needs Chromium.
+        tables_dir: where tables go as .csv and .parquet, if at all.
+        tensorboard_dir: where curves go as TensorBoard's event files, if at all.
+    """
+    results = Reader(folder).read()
+    page = render(results)
+    _whole(out or folder / "report.html", lambda path: path.write_text(page))
+    if tables_dir is not None:
+        write_tables(results.analysis, tables_dir)
+    if figures_dir is not None:
+        write_figures(results.analysis, figures_dir)
+    if tensorboard_dir is not None:
+        write_tensorboard(results.analysis, tensorboard_dir)
+    return results
+
+
+def write_tables(analysis: Analysis, folder: Path) -> None:
+    """Write every table, as .csv and .parquet; lists in a .csv are joined by semicolons."""
+    for name, table in analysis._asdict().items():
+        lists = [column for column, kind in table.schema.items() if isinstance(kind, pl.List)]
+        flat = table.with_columns(pl.col(lists).list.join("; ")) if lists else table
+        _whole(folder / f"{name}.csv", flat.write_csv)
+        _whole(folder / f"{name}.parquet", table.write_parquet)
+
+
+def write_figures(analysis: Analysis, folder: Path) -> None:
+    """Write every figure as .png and .svg, one for each workload and scale."""
+    from plotly.io import write_images
+
+    drawn = dict(images(analysis))
+    if not drawn:
+        return
+    aside: list[str | Path] = [
+        folder / f".{name}.{os.getpid()}.{kind}" for name in drawn for kind in ("png", "svg")
+    ]
+    final = [folder / f"{name}.{kind}" for name in drawn for kind in ("png", "svg")]
+    charts = [chart for chart in drawn.values() for _ in ("png", "svg")]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_images(fig=charts, file=aside)
+        for path, place in zip(aside, final, strict=True):
+            Path(path).replace(place)
+    except OSError as error:
+        raise UserError(f"cannot write {folder}: {error.strerror}; choose another place") from error
+    except (ImportError, RuntimeError, ValueError) as error:
+        raise UserError(
+            "images are drawn by kaleido in a Chrome or Chromium, and that failed "
+            f"({type(error).__name__}); install chromium and gossamer[bench], or leave --figures "
+            "out: the page needs neither"
+        ) from error
+    finally:
+        for path in aside:
+            Path(path).unlink(missing_ok=True)
+
+
+def write_tensorboard(analysis: Analysis, folder: Path) -> None:
+    """Write the curves of every run as scalars, each run under its name."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise UserError(
+            "--tensorboard needs tensorboard, which is not installed; "
+            "pip install 'gossamer[tensorboard]'"
+        ) from error
+    curves = {"train": analysis.steps, "evaluation": analysis.evaluations}
+    for run in analysis.runs.iter_rows(named=True):
+        name = f"{run['workload']} {run['method']} {run['workers']} workers seed {run['seed']}"
+        place = folder / re.sub(r"[^\w.=()-]+", "_", f"{name} {run['run_id'][:6]}")
+        with SummaryWriter(str(place)) as writer:
+            for kind, table in curves.items():
+                for row in table.filter(pl.col("run_id") == run["run_id"]).iter_rows(named=True):
+                    for column, value in row.items():
+                        if column not in ("run_id", "step", "epoch") and value is not None:
+                            writer.add_scalar(f"{kind}/{column}", value, row["step"])
+
+
+def images(analysis: Analysis) -> Iterator[tuple[str, Any]]:
+    """Yield the name and the plotly figure of every image."""
+    for figure in figures(analysis):
+        first = {name: next(iter(options)) for name, options in figure.choices.items()}
+        groups: dict[tuple[str, int | None], list[dict[str, Any]]] = {}
+        for trace in figure.traces:
+            meta = trace["meta"]
+            if meta["choice"] == first or not first:
+                groups.setdefault((meta["workload"], meta["workers"]), []).append(trace)
+        for (workload, workers), traces in groups.items():
+            scale = "" if workers is None else f"-{workers}"
+            yield f"{figure.name}-{workload}{scale}", _chart(figure, traces, workload, workers)
+
+
+def _chart(
+    figure: Figure, traces: list[dict[str, Any]], workload: str, workers: int | None
+) -> dict[str, Any]:
+    scale = "" if workers is None else f", {workers} workers"
+    names = {"xaxis": traces[0]["meta"]["x"], "yaxis": traces[0]["meta"]["y"]}
+    axes = {
+        key: {"gridcolor": "#dde2e8", "zeroline": False, **figure.axes.get(key, {})}
+        | {"title": {"text": text}}
+        for key, text in names.items()
+    }
+    seen: set[str] = set()
+    data = [
+        {key: value for key, value in trace.items() if key != "meta"}
+        | {"showlegend": not _named_before(trace, seen)}
+        for trace in traces
+    ]
+    layout = {
+        "title": {"text": f"{figure.title}: {workload}{scale}", "font": {"size": 16}},
+        "font": {"family": "system-ui, sans-serif", "color": "#1c232b"},
+        "paper_bgcolor": "white",
+        "plot_bgcolor": "white",
+        "width": 900,
+        "height": 540,
+        **axes,
+    }
+    return {"data": data, "layout": layout}
+
+
+def _named_before(trace: dict[str, Any], seen: set[str]) -> bool:
+    name = trace.get("name", "")
+    known = not name or name in seen
+    seen.add(name)
+    return known
+
+
+def _whole(path: Path, write: Callable[[Path], Any]) -> None:
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(aside)
+        aside.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            aside.unlink()
+        raise UserError(f"cannot write {path}: {error.strerror}; choose another place") from error

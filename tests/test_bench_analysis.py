@@ -1,0 +1,306 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import polars as pl
+import pytest
+from scipy import stats
+
+from gossamer import workloads
+from gossamer.bench.analysis import MEASURES, PHASES, analyse
+from gossamer.bench.analysis.statistics import crossings, fit, interval, spearman
+from gossamer.bench.analysis.tabulate import tabulate
+from gossamer.bench.store import Story
+from gossamer.workloads import Workload
+from tests.stories import NUM_STEPS, spec_of, story_of
+
+GRAPHS = {"D_ring": 0.4, "D_torus": 0.2, "D_exponential": 0.1, "D_complete": 0.05}
+"""Methods in the order of their connections, with dispersions in the reversed order."""
+
+
+@pytest.fixture
+def perplexity(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The digits, judged by a metric of which less is better."""
+    made: Callable[[], Workload] = workloads.WORKLOADS["digits-mlp"]
+    worse = replace(made(), metric_name="perplexity", higher_is_better=False, target=50.0)
+    monkeypatch.setitem(workloads.WORKLOADS, "digits-mlp", lambda: worse)
+
+
+def paper_like(seeds: int = 3, scales: tuple[int, ...] = (36, 64, 100)) -> list[Story]:
+    """More connections: better. More workers: worse. Ranks within a scale are never tied."""
+    return [
+        story_of(
+            spec_of(method, workers, seed),
+            0.9 + 0.01 * place - 0.001 * workers + 0.0001 * seed,
+            spread=spread - 0.001 * seed,
+        )
+        for workers in scales
+        for seed in range(seeds)
+        for place, (method, spread) in enumerate(GRAPHS.items())
+    ]
+
+
+def one(frame: pl.DataFrame, **values: Any) -> dict[str, Any]:
+    """Return the only row with these values, where None is null."""
+    for name, value in values.items():
+        frame = frame.filter(pl.col(name).is_null() if value is None else pl.col(name) == value)
+    return frame.row(0, named=True) if len(frame) == 1 else pytest.fail(f"{frame}")
+
+
+# - Statistics
+
+
+def test_a_monotone_relation_has_a_correlation_of_one() -> None:
+    """Any rising function gives +1, any falling one −1; p is that of 2 orders among 5!."""
+    x = np.arange(5.0)
+    assert spearman(x, np.exp(x)).rho == 1
+    falling = spearman(x, -(x**3))
+    assert falling.rho == -1
+    assert falling.p == pytest.approx(2 / 120)
+
+
+@pytest.mark.parametrize("n", [12, 40])
+def test_correlations_are_scipys(n: int) -> None:
+    """Also with ties."""
+    generator = np.random.default_rng(n)
+    x, y = generator.integers(0, 8, n), generator.normal(size=n)
+    ours, theirs = spearman(x, y), stats.spearmanr(x, y)
+    assert ours.rho == pytest.approx(theirs.statistic)
+    assert ours.p == pytest.approx(theirs.pvalue)
+
+
+def test_strata_are_not_compared_with_each_other() -> None:
+    """Within each scale more is better; that the larger scale is worse must not hide it."""
+    x, y = [1, 2, 3, 1, 2, 3], [0.5, 0.6, 0.7, 0.1, 0.2, 0.3]
+    together, apart = spearman(x, y), spearman(x, y, ["small"] * 3 + ["large"] * 3)
+    assert together.rho is not None
+    assert together.rho < 0.6
+    assert apart.rho == 1
+    assert apart.p == pytest.approx(2 / 36, abs=0.01)
+
+
+def test_few_runs_have_no_correlation() -> None:
+    """Fewer than five cannot be significant; equal ones cannot be correlated. Both are said."""
+    assert spearman([1, 2, 3, 4], [1, 2, 3, 4])[:2] == (None, None)
+    assert "too few runs: 4" in spearman([1, 2, 3, 4], [1, 2, 3, 4]).note
+    assert "no variation" in spearman([1] * 6, range(6)).note
+
+
+def test_intervals_are_students() -> None:
+    """Mean 10, deviation 1, n 4: ± 3.182 × 1 / 2. One value has no interval."""
+    values = np.array([-1, -1, 1, 1]) * math.sqrt(3 / 4) + 10
+    mean, low, high, runs = interval(values)
+    assert (mean, runs) == (pytest.approx(10), 4)
+    assert high == pytest.approx(10 + 3.182446 / 2, rel=1e-6)
+    assert low == pytest.approx(10 - 3.182446 / 2, rel=1e-6)
+    assert interval([3.0]) == (3.0, None, None, 1)
+
+
+def test_fits_and_crossings_of_lines() -> None:
+    """The line 2 − 3x is found; it meets x at a half; curves that do not overlap never meet."""
+    x = np.linspace(0, 1, 7)
+    line = fit(x, 2 - 3 * x)
+    assert line is not None
+    assert (line.slope, line.intercept, line.r2) == pytest.approx((-3, 2, 1))
+    assert crossings((x, 2 - 3 * x), (x[::2], x[::2])) == pytest.approx([0.5])
+    assert crossings(([0, 1], [0, 1]), ([2, 3], [1, 0])) == []
+    assert crossings(([0, 1, 2], [1, 0, 1]), ([0, 2], [0, 0])) == []
+
+
+# - Tables
+
+
+def test_a_run_is_one_row_with_its_result() -> None:
+    """Final, best, replicas and what it took to reach the target come from its evaluations."""
+    rising = story_of(spec_of("D_ring"), lambda step: {40: 0.95, 50: 0.97}.get(step, step / 70))
+    measured = tabulate([rising])
+    row = measured.runs.row(0, named=True)
+    assert row["final"] == pytest.approx(60 / 70)
+    assert (row["best"], row["target_step"], row["target_bytes"]) == (0.97, 40, 40e3)
+    assert row["replicas_mean"] == pytest.approx(60 / 70 - 0.02)
+    assert row["replicas_worst"] == pytest.approx(60 / 70 - 0.03)
+    assert (row["connections"], row["status"]) == (2, "done")
+    assert len(measured.steps) == NUM_STEPS / 5
+    assert len(measured.evaluations) == NUM_STEPS / 10
+    assert len(measured.dispersion) == NUM_STEPS / 5 * 2
+
+
+def test_the_lower_metric_wins_where_lower_is_better(perplexity: None) -> None:
+    """Worst, best, target, verdict and the sign of correlations follow the metric."""
+    low = {"D_ring": 60.0, "D_complete": 40.0}
+    stories = [
+        story_of(spec_of(method, 8, seed), value + seed / 10, spread=GRAPHS[method])
+        for method, value in low.items()
+        for seed in range(4)
+    ]
+    found = analyse(stories)
+    ring = one(found.summary, method="D_ring")
+    assert ring["replicas_worst"] == pytest.approx(60.14)
+    assert (ring["reached"], one(found.summary, method="D_complete")["reached"]) == (0, 4)
+    assert one(found.verdicts, workers=8)["winner"] == "D_complete"
+    more_is_better = one(found.observations, observation="connections", workers=8)
+    assert more_is_better["rho"] > 0
+
+
+def test_only_runs_that_are_done_count() -> None:
+    """A run that goes on, or diverged, is in the table without a result; one that diverged
+    keeps its method from winning.
+    """
+    stories = [story_of(spec_of("D_ring", 8, seed), 0.8) for seed in range(2)]
+    stories.append(story_of(spec_of("D_torus", 8, 0), 0.99))
+    stories.append(story_of(spec_of("D_torus", 8, 1), 0.99, status="diverged"))
+    stories.append(story_of(spec_of("D_ring", 8, 2), 0.7, status=None))
+    found = analyse(stories)
+    assert found.runs["status"].value_counts().sort("status")["count"].to_list() == [1, 3, 1]
+    ring = one(found.summary, method="D_ring")
+    assert (ring["runs"], ring["planned"], ring["final"]) == (2, 3, pytest.approx(0.8))
+    assert one(found.summary, method="D_torus")["diverged"] == 1
+    assert one(found.verdicts, workers=8)["winner"] == "D_ring"
+
+
+def test_one_method_with_two_learning_rates_is_two() -> None:
+    """What runs of a name differ in becomes part of the name, at every scale."""
+    specs = [spec_of("D_ring", 8, lr=0.1), spec_of("D_ring", 8, lr=0.2), spec_of("D_ring", 16)]
+    names = tabulate(story_of(spec, 0.5) for spec in specs).runs["method"].to_list()
+    assert names == ["D_ring, lr=0.1", "D_ring, lr=0.2", "D_ring, lr=0.1"]
+
+
+def test_a_run_on_processes_is_no_second_witness() -> None:
+    """It repeats the simulated one: it is listed, under its own name, and not counted twice."""
+    specs = [spec_of("D_ring", 8, seed) for seed in range(5)]
+    twin = spec_of("D_ring", 8, 0, engine="distributed")
+    found = analyse([story_of(spec, 0.5 + spec.seed / 10) for spec in [*specs, twin]])
+    assert found.runs["method"].to_list() == ["D_ring"] * 5 + ["D_ring, distributed"]
+    assert one(found.observations, observation="connections", workers=8)["runs"] == 5
+
+
+def test_connections_of_a_cycle_are_its_mean() -> None:
+    """Local SGD averages all 8 workers every tenth step; the logged steps alone would say 7/2."""
+    local = spec_of("D_ring", 8, topology="local_sgd(every=10)")
+    assert tabulate([story_of(local, 0.5)]).runs["connections"].to_list() == [0.7]
+
+
+# - Observations
+
+
+def test_the_three_observations_are_found_where_they_hold() -> None:
+    """Constructed so: accuracy falls with scale, rises with connections, falls with dispersion."""
+    found = analyse(paper_like()).observations
+    for method in GRAPHS:
+        scale = one(found, observation="scale", method=method)
+        assert scale["rho"] == pytest.approx(-0.949, abs=1e-3)  # three seeds tie at each scale
+        assert scale["p"] < 0.001
+    together = one(found, observation="connections", workers=None)
+    assert together["rho"] > 0.9
+    assert together["p"] < 0.001
+    for phase in PHASES:
+        for measure in MEASURES:
+            named = {"observation": "dispersion", "phase": phase, "measure": measure}
+            for workers in (36, 64, 100, None):
+                row = one(found, **named, workers=workers)
+                assert row["rho"] == pytest.approx(-1)
+            assert row["p"] < 0.001
+
+
+def test_too_few_runs_say_so() -> None:
+    """Four runs at a scale: the row is there, with a note in place of a number."""
+    found = analyse(paper_like(seeds=1)).observations
+    row = one(found, observation="connections", workers=36)
+    assert (row["rho"], row["runs"]) == (None, 4)
+    assert "too few runs" in row["note"]
+
+
+def test_phases_are_thirds_of_training() -> None:
+    """A dispersion of 1 in the first 20 of 60 steps and 0 after is early alone."""
+    story = story_of(spec_of("D_ring"), 0.5, spread=1.0)
+    quiet = story_of(spec_of("D_ring"), 0.5, spread=0.0)
+    mixed = [
+        early if getattr(early, "step", 0) <= 20 else late
+        for early, late in zip(story.records, quiet.records, strict=True)
+    ]
+    found = analyse([Story(story.run_id, mixed)]).dispersion_by_phase
+    assert one(found, phase="early", tensor="0.weight")["gini"] == 1
+    assert one(found, phase="middle", tensor="0.weight")["gini"] == 0
+    assert one(found, phase="late", tensor="0.bias")["gini"] == 0
+
+
+def test_the_fit_is_through_the_points() -> None:
+    """Accuracy = 0.5 − 0.1·log10(dispersion), with both tensors' geometric mean √2·spread."""
+    stories = [
+        story_of(spec_of("D_ring", 8, seed), 0.5 - 0.1 * seed, spread=10.0**seed)
+        for seed in range(4)
+    ]
+    line = one(analyse(stories).fits, phase="early", measure="gini")
+    assert line["slope"] == pytest.approx(-0.1)
+    assert line["intercept"] == pytest.approx(0.5 + 0.1 * math.log10(math.sqrt(2)))
+    assert line["x_high"] == pytest.approx(1000 * math.sqrt(2))
+
+
+def test_graphs_are_ranked_for_each_tensor() -> None:
+    """The complete graph is least dispersed, the ring most, for every tensor and measure."""
+    ranks = analyse(paper_like()).graph_ranks
+    assert len(ranks) == 3 * 3 * 2 * 4 * 4
+    for method, rank in zip(reversed(GRAPHS), range(1, 5), strict=True):
+        assert ranks.filter(pl.col("method") == method)["rank"].unique().to_list() == [rank]
+
+
+# - Verdicts
+
+
+def test_the_verdict_knows_what_is_level_and_what_is_cheap() -> None:
+    """B is ahead of A by 0.001 ± 0.005 and of C by 0.1: A is level, costs half, C is neither."""
+    runs = {"D_ring": (0.0, 1e3), "D_torus": (0.001, 2e3), "D_complete": (-0.1, 1e2)}
+    noise = [0.0, 0.002, -0.002]
+    stories = [
+        story_of(spec_of(m, 16, seed), 0.9 + gap + noise[seed] * (m == "D_ring"), step_bytes=cost)
+        for m, (gap, cost) in runs.items()
+        for seed in range(3)
+    ]
+    found = analyse(stories)
+    row = one(found.verdicts, workers=16)
+    assert (row["winner"], row["level"], row["cheapest"]) == ("D_torus", ["D_ring"], "D_ring")
+    assert row["cheapest_bytes"] / row["winner_bytes"] == 0.5
+    gap = one(found.differences, method="D_torus", other="D_ring")
+    half = 4.302653 * 0.002 / math.sqrt(3)
+    assert gap["better"] == pytest.approx(0.001)
+    assert gap["better_low"] == pytest.approx(0.001 - half)
+
+
+def test_one_seed_tells_nothing_apart() -> None:
+    """There is a winner, and no statement on who is level with it."""
+    row = one(analyse(paper_like(seeds=1)).verdicts, workers=36)
+    assert (row["winner"], row["level"], row["final_low"]) == ("D_complete", None, None)
+
+
+def test_the_verdict_compares_with_centralized_training() -> None:
+    """The best decentralized method is 0.02 behind, in all three seeds."""
+    stories = [
+        story_of(spec_of(method, 8, seed), value + seed / 100)
+        for method, value in {"C_complete": 0.9, "D_ring": 0.8, "D_torus": 0.88}.items()
+        for seed in range(3)
+    ]
+    row = one(analyse(stories).verdicts, workers=8)
+    assert (row["winner"], row["decentralized"]) == ("C_complete", "D_torus")
+    assert row["better"] == pytest.approx(-0.02)
+    assert row["better_high"] == pytest.approx(-0.02)
+
+
+def test_the_crossover_is_where_the_curves_meet() -> None:
+    """Cheap: 0.5 + kB/200. Dear, at twice the bytes per step: 0.3 + kB/100. At 40 kB both
+    have 0.7.
+    """
+    cheap = story_of(spec_of("D_ring"), lambda step: 0.5 + step / 200)
+    dear = story_of(spec_of("D_torus"), lambda step: 0.3 + 2 * step / 100, step_bytes=2e3)
+    row = one(analyse([cheap, dear]).crossovers, axis="bytes_sent")
+    assert (row["before"], row["after"], row["count"]) == ("D_ring", "D_torus", 1)
+    assert row["at"] == pytest.approx(40e3)
+
+
+def test_nothing_gives_empty_tables() -> None:
+    """An experiment that has not begun, or only damaged files, can be analysed."""
+    found = analyse([Story("x", [], "damaged")])
+    assert all(len(frame) == 0 for frame in found)
