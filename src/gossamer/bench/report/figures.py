@@ -30,6 +30,9 @@ _MANY_SERIES = 60
 
 _LEAST = 1e-12
 
+_ASIDE = 0.3
+"""The breadth of all methods at one scale, in powers of two."""
+
 _AVERAGE = "average"
 ROLES: dict[str, str] = {
     _AVERAGE: "average model",
@@ -97,8 +100,12 @@ def _scale(analysis: Analysis, look: dict[str, Style]) -> Figure:
     for (workload, method), group in known.group_by(["workload", "method"], maintain_order=True):
         ordered = group.sort("workers")
         meta = _meta(str(workload), None, str(method), "workers", ordered["metric"][0])
-        trace = _line(look[str(method)], ordered["workers"], ordered["final"], meta, markers=20)
-        trace["hovertemplate"] = _hover(method, "%{x} workers: %{y:.4g}")
+        # Moved a little to the side, so that intervals do not lie on each other.
+        aside = 2 ** (_ASIDE * (list(look).index(str(method)) / max(1, len(look) - 1) - 0.5))
+        x = ordered["workers"] * aside
+        trace = _line(look[str(method)], x, ordered["final"], meta, markers=20)
+        trace["customdata"] = ordered["workers"].to_list()
+        trace["hovertemplate"] = _hover(method, "%{customdata} workers: %{y:.4g}")
         if ordered["final_low"].is_not_null().any():
             trace["error_y"] = {
                 "type": "data",
