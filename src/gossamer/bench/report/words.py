@@ -182,7 +182,7 @@ def _costs(row: dict[str, Any]) -> list[str]:
     return [
         f"{level} The cheapest of these, {quoted(row['cheapest'])}, sends "
         f"{megabytes(row['cheapest_bytes'])} per worker in place of "
-        f"{megabytes(row['winner_bytes'])} ({saved:.0%} less)."
+        f"{megabytes(row['winner_bytes'])} ({100 * saved:.0f} % less)."
     ]
 
 
