@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 
 .PHONY: demo test lint format setup clean
 
-demo: setup ## draw the catalogue of communication graphs for 16 workers
+demo: setup ## train digits in seven ways at three scales, and write demo/report.html
 	$(BIN)/gossamer demo --out demo
 
 test: setup

@@ -17,7 +17,8 @@ import typer
 
 from gossamer import Simulation
 from gossamer.engine import RunSpec
-from gossamer.workloads import Draw, draw_batches
+from gossamer.engine.batches import Batches
+from gossamer.engine.spec import set_lr
 
 # Name, topology, order, control. Ada thins from half of the others out to a ring within the run.
 METHODS: list[tuple[str, str, str, str]] = [
@@ -37,45 +38,31 @@ METHODS: list[tuple[str, str, str, str]] = [
 
 def run(spec: RunSpec, control: str) -> dict[str, Any]:
     """Train once; return accuracy, bytes and how well the target was held."""
-    workload = spec.make_workload()
-    data = workload.load()
+    workload, batches = spec.make_workload(), Batches(spec, range(spec.workers))
     sim = Simulation(
         spec.make_model(),
         workload.loss,
         spec.make_optimizer,
         spec.workers,
-        spec.topology,
+        spec.schedule,
         spec.order,
         control=control,
-        seed=spec.seed,
-    )
-    draw = Draw(
-        num_samples=len(data.train_inputs),
-        num_workers=spec.workers,
-        batch_size=spec.batch_size,
-        steps_per_epoch=spec.steps_per_epoch,
         seed=spec.seed,
     )
     within: list[bool] = []
     distances: list[float] = []
     for epoch in range(spec.epochs):
-        samples = torch.stack(
-            [torch.from_numpy(draw_batches(draw, worker, epoch)) for worker in range(spec.workers)]
-        )
+        samples = batches.draw(epoch)
         for batch in range(spec.steps_per_epoch):
-            for group in sim.optimizer.param_groups:
-                group["lr"] = spec.lr_at(sim.num_steps)
-            chosen = samples[:, batch]
-            sim.step(data.train_inputs[chosen], data.train_targets[chosen])
+            set_lr(sim.optimizer, spec.lr_at(sim.num_steps))
+            sim.step(*batches.fetch(samples[:, batch], sim.num_steps))
             # Under atc workers are as far apart as mixing left them; under awc the next step mixes.
             distances.append(sim.consensus_distance())
             decided = sim.decision
             if spec.order == "atc" and decided is not None and 0 < decided.target < math.inf:
                 within.append(distances[-1] <= 1.1 * decided.target)
-    with torch.no_grad():
-        outputs = sim.average().eval()(data.test_inputs)
     return {
-        "accuracy": workload.metric(outputs, data.test_targets),
+        "accuracy": workload.evaluate(sim.average().eval(), batches.data),
         "megabytes": float(sim.bytes_sent.mean()) / 1e6,
         "distance": statistics.fmean(distances),
         "held": statistics.fmean(within) if within else None,

@@ -27,14 +27,14 @@ def run_ranks(
     """
     store = HashStore()
     results: dict[int, Result] = {}
-    failures: list[tuple[int, str]] = []
+    failures: list[tuple[int, BaseException]] = []
 
     def run(rank: int) -> None:
         try:
             # A bare group: rank, size and store are all that a transport takes from it.
             results[rank] = body(dist.ProcessGroup(store, rank, num_ranks))
-        except BaseException:
-            failures.append((rank, traceback.format_exc()))
+        except BaseException as error:
+            failures.append((rank, error))  # formatted below: in Python 3.11, by one thread only
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(num_ranks)]
     for thread in threads:
@@ -43,7 +43,7 @@ def run_ranks(
     while len(results) < num_ranks and not failures and time.monotonic() < deadline:
         time.sleep(0.002)
     if failures:  # the others would only wait for the one that failed
-        rank, trace = failures[0]
-        raise AssertionError(f"rank {rank} failed:\n{trace}")
+        rank, error = failures[0]
+        raise AssertionError(f"rank {rank} failed:\n{''.join(traceback.format_exception(error))}")
     assert len(results) == num_ranks, f"only ranks {sorted(results)} ended within {timeout} s"
     return [results[rank] for rank in range(num_ranks)]

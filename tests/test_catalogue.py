@@ -77,7 +77,8 @@ def test_a_default_is_part_of_the_name() -> None:
         ("ring; import os", "a topology is a name or name"),
         ("__import__('os').getcwd()", "a topology is a name or name"),
         ("lattice(k=1+1)", "a topology is a name or name"),
-        ("lattice(**{'k': 4})", "lattice takes k, weights, got 'None'"),
+        ("lattice(**{'k': 4})", "a topology is a name or name"),
+        ("ring(weights=uniform())", "a topology is a name or name"),
     ],
 )
 def test_what_cannot_be_read_explains_itself(text: str, words: str) -> None:

@@ -648,7 +648,8 @@ def test_every_control_has_a_text() -> None:
         ("gamma(start=-1)", "start of at least 0"),
         ("constnt(c=1)", "did you mean 'constant'"),
         ("plain; exact", "a control is a name"),
-        ("plain(*[1])", "numbers and controls"),
+        ("plain(*[1])", "a control is a name"),
+        ("constant(c=1, c=2)", "each argument once"),
         ("2 + 2", "a control is a name"),
     ],
 )

@@ -1,83 +1,83 @@
-"""Workloads and the samples that their workers see."""
+"""Workloads: their parts fit, and they train."""
 
 from __future__ import annotations
-
-import math
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from torch import nn
 
 from gossamer import workloads
 from gossamer.errors import UserError
-from gossamer.workloads import WORKLOADS, Draw, draw_batches
+from gossamer.workloads import Data, Workload
+from gossamer.workloads.bytes_of_text import windows
+from gossamer.workloads.evaluation import accuracy
+
+EMBEDDED = ("quadratic", "digits-mlp", "digits-cnn", "stdlib-gpt")
 
 
-def draw(**options: int) -> Draw:
-    usual = {"num_samples": 100, "num_workers": 4, "batch_size": 5, "steps_per_epoch": 5, "seed": 0}
-    return Draw(**{**usual, **options})
+def batch(workload: Workload, data: Data, num: int) -> tuple[torch.Tensor, torch.Tensor]:
+    chosen = torch.arange(num)
+    inputs = workload.transform(data.train_inputs[chosen], np.random.default_rng(0))
+    return (inputs.float() if inputs.is_floating_point() else inputs), data.train_targets[chosen]
 
 
-@given(st.integers(1, 200), st.integers(1, 8), st.integers(1, 9), st.integers(1, 9))
-def test_no_sample_comes_twice_while_shards_suffice(
-    num_samples: int, num_workers: int, batch_size: int, steps: int
-) -> None:
-    """In an epoch all workers together see each sample once, as far as samples go around."""
-    deal = draw(
-        num_samples=num_samples,
-        num_workers=num_workers,
-        batch_size=batch_size,
-        steps_per_epoch=steps,
-    )
-    seen = np.stack([draw_batches(deal, worker, 3) for worker in range(num_workers)])
-    assert seen.shape == (num_workers, steps, batch_size)
-    assert seen.min() >= 0
-    assert seen.max() < num_samples
-    smallest = num_samples // num_workers
-    if smallest >= steps * batch_size:
-        assert len(np.unique(seen)) == seen.size
-    elif smallest >= batch_size:  # every worker goes through its shard before it starts again
-        for worker in range(num_workers):
-            counts = np.unique_counts(seen[worker]).counts
-            assert counts.max() - counts.min() <= 1
-
-
-def test_batches_depend_on_seed_worker_and_epoch_alone() -> None:
-    """The same three give the same samples; any other gives others."""
-    usual = draw_batches(draw(), 1, 2)
-    assert np.array_equal(usual, draw_batches(draw(), 1, 2))
-    for other in (
-        draw_batches(draw(seed=1), 1, 2),
-        draw_batches(draw(), 0, 2),
-        draw_batches(draw(), 1, 3),
-    ):
-        assert not np.array_equal(usual, other)
-
-
-def test_more_workers_than_samples_draw_with_replacement() -> None:
-    """With shards below a batch each worker's samples come from all, and differ between workers."""
-    deal = draw(num_samples=100, num_workers=50, batch_size=8, steps_per_epoch=20)
-    first, second = draw_batches(deal, 0, 0), draw_batches(deal, 1, 0)
-    assert not np.array_equal(first, second)
-    assert len(np.unique(first)) > 70  # of 160 draws from 100
-    with pytest.raises(UserError, match="a worker must be one of 0 to 49, got 50"):
-        draw_batches(deal, 50, 0)
-
-
-@pytest.mark.parametrize("name", WORKLOADS)
-def test_a_workload_has_parts_that_fit(name: str) -> None:
-    """Its model takes its data, its loss has a gradient, its metric is a number."""
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_an_embedded_workload_has_parts_that_fit(name: str) -> None:
+    """Data are as many as it says, its model takes them, its metric gets better by training."""
+    torch.manual_seed(0)
     workload = workloads.find(name)
     data = workload.load()
+    assert len(data.train_inputs) == len(data.train_targets) == workload.num_train
+    assert len(data.test_inputs) == len(data.test_targets)
     model = workload.make_model()
-    few = torch.arange(4)
-    outputs = model(workload.transform(data.train_inputs[few], np.random.default_rng(0)))
-    loss = workload.loss(outputs, data.train_targets[few])
-    loss.backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
-    assert math.isfinite(workload.evaluate(model.eval(), data))
+    before = workload.evaluate(model.eval(), data)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    inputs, targets = batch(workload, data, 64)
+    model.train()
+    for _ in range(5):
+        optimizer.zero_grad()
+        workload.loss(model(inputs), targets).backward()
+        optimizer.step()
+    after = workload.evaluate(model.eval(), data)
+    assert (after > before) == workload.higher_is_better
+
+
+def test_the_quadratic_has_its_optimum_at_the_mean_point() -> None:
+    """There the gradient over all points vanishes, and the metric is f(x) − f* everywhere."""
+    workload = workloads.find("quadratic")
+    data = workload.load()
+    model = workload.make_model().double()
+    points, labels = batch(workload, data, workload.num_train)
+    points = points.double()
+    at_zero = workload.loss(model(points), labels)
+    metric = workload.evaluate(model, data)
+    with torch.no_grad():
+        next(model.parameters()).copy_(points.mean(0))
+    best = workload.loss(model(points), labels)
+    best.backward()
+    gradient = next(model.parameters()).grad
+    assert gradient is not None
+    assert float(gradient.norm()) < 1e-12
+    assert metric == pytest.approx((at_zero - best).item(), rel=1e-6)
+    assert workload.evaluate(model, data) < 1e-12
+
+
+def test_windows_follow_each_other_and_targets_are_one_ahead() -> None:
+    """A text of 10 tokens makes 3 windows of 3: the last token is only ever a target."""
+    inputs, targets = windows(torch.arange(10), 3)
+    assert inputs.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
+    assert torch.equal(targets, inputs + 1)
+
+
+def test_accuracy_counts_all_test_samples_in_parts() -> None:
+    """The share of right answers does not depend on how many go through the model at once."""
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(23, 5), torch.randint(5, (23,))
+    data = Data(inputs, targets, inputs, targets)
+    model = nn.Linear(5, 5)
+    whole = float((model(inputs).argmax(1) == targets).double().mean())
+    assert accuracy(batch_size=4)(model, data) == pytest.approx(whole)
 
 
 def test_an_unknown_workload_suggests_the_nearest() -> None:

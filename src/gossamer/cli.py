@@ -13,13 +13,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from gossamer.bench.command import bench_app
+from gossamer.bench.command import bench_app, demo_command
 from gossamer.errors import UserError
 from gossamer.lab.command import lab_command
 from gossamer.picture import first_rounds
 from gossamer.topology import CATALOGUE, Round, Schedule, parse
 from gossamer.topology.catalogue import example
 from gossamer.topology.summary import Summary, summarize
+from gossamer.workloads.command import data_command
 
 app = typer.Typer(
     name="gossamer",
@@ -71,18 +72,8 @@ def topology(
     _save_pictures(schedules, name, rounds, pictures)
 
 
-@app.command(rich_help_panel="Look")
-def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = Path("demo"),
-    workers: Workers = 16,
-) -> None:
-    """Compare all communication graphs on one page: how fast, and at what cost, workers agree.
-
-    Example: `gossamer demo --out demo`.
-    """
-    topology(workers=workers, html=out / "topologies.html")
-
-
+app.command("demo", rich_help_panel="Measure")(demo_command)
+app.command("data", rich_help_panel="Measure")(data_command)
 app.command("lab", rich_help_panel="Measure")(lab_command)
 app.add_typer(bench_app, name="bench", rich_help_panel="Measure")
 

@@ -28,18 +28,22 @@ _LONGEST_REASON = 4000
 def run_here(specification: str, folder: str, threads: int, pipe: Connection) -> None:
     """Run a specification; write its records, and send those that show progress.
 
-    A send fails when the runner is gone, which ends this process before its run counts.
+    A send fails when the runner is gone, which ends this process.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the runner decides
     signal.signal(signal.SIGTERM, _leave)
     torch.set_num_threads(threads)
     spec = RunSpec.model_validate_json(specification)
+    ended: Record | None = None
     try:
         with Store(Path(folder)).writing(spec.id) as write:
             for record in _records(spec):
                 write(record)
-                if isinstance(record, Step | Evaluation | Ended):
+                if isinstance(record, Ended):
+                    ended = record
+                elif isinstance(record, Step | Evaluation):
                     pipe.send(record)
+        pipe.send(ended)  # not before the file has its name
     except StoreError as error:
         pipe.send(error)
     except (BrokenPipeError, ConnectionResetError):

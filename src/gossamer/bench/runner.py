@@ -9,7 +9,9 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from typing import Protocol, final
 
@@ -111,9 +113,7 @@ class _Pool:
         self._threads = threads
         self._timeout_s = timeout_s
         self._jobs: list[_Job] = []
-        # Importing torch takes seconds: the server does it once, and each run is a fork of it.
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([child.__name__])
+        self._context = _forkserver()
 
     def run(self, pending: deque[RunSpec]) -> None:
         """Do all of them."""
@@ -155,21 +155,8 @@ class _Pool:
         if isinstance(news, Step | Evaluation):
             self._listener.advanced(job.spec, news)
         if isinstance(news, Ended):
-            self._finish(job, news)
-
-    def _finish(self, job: _Job, ended: Ended) -> None:
-        """Wait until the file has its name; only then the run is done."""
-        job.process.join(_LAST_WORDS_S)
-        if self._store.ended(job.spec.id) is None:
-            news = job.pipe.recv() if job.pipe.poll() else None
             self._stop(job)
-            raise (
-                news
-                if isinstance(news, StoreError)
-                else StoreError(f"the records of a run must be in {self._store.folder}, got none")
-            )
-        self._stop(job)
-        self._listener.ended(job.spec, ended)
+            self._listener.ended(job.spec, news)
 
     def _conclude(self, job: _Job, status: str, reason: str) -> None:
         """Write the end of a run that could not."""
@@ -188,6 +175,24 @@ class _Pool:
             job.process.kill()
             job.process.join()
         job.pipe.close()
+
+
+def _forkserver() -> ForkServerContext:
+    """Return what starts processes that have imported torch, which takes seconds, already.
+
+    numpy's threads are counted when it is imported: one, because runs share the cores.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([child.__name__])
+    given = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ["OMP_NUM_THREADS"]
+        if given is not None:
+            os.environ["OMP_NUM_THREADS"] = given
+    return context
 
 
 def _how_it_died(process: BaseProcess) -> str:

@@ -78,11 +78,11 @@ class Store:
                     "the other to end, or choose another folder with --out"
                 ) from None
             with _explained(self.folder):
+                for part in self._runs.glob("*.part"):
+                    part.unlink()  # first: where the disk is full, this makes room
                 aside = self.folder / "experiment.toml.part"
                 aside.write_text(text)
                 aside.replace(self.experiment_path)
-                for part in self._runs.glob("*.part"):
-                    part.unlink()
             yield
 
     @property
@@ -140,16 +140,19 @@ class Store:
         part = self._part(run_id, os.getpid())
         with _explained(part):
             lines = part.open("w")
-        with lines:
 
-            def write(record: Record) -> None:
-                with _explained(part):
-                    lines.write(to_line(record) + "\n")
-                    lines.flush()
+        def write(record: Record) -> None:
+            with _explained(part):
+                lines.write(to_line(record) + "\n")
+                lines.flush()
 
+        try:
             yield write
             with _explained(part):
                 os.fsync(lines.fileno())
+        finally:
+            with contextlib.suppress(OSError):  # of a full disk, once more
+                lines.close()
         self._settle(part, run_id)
 
     def conclude(self, started: Started, process: int, ended: Ended) -> None:

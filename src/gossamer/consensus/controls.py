@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import difflib
 import inspect
 from collections.abc import Callable
 from typing import Any
 
+from gossamer import calls
+from gossamer.calls import Call, Name
 from gossamer.consensus.actions import AdaConsensus, Gamma, Repeat, checked_order
 from gossamer.consensus.control import Control, Controller
 from gossamer.consensus.targets import (
@@ -62,15 +63,13 @@ def parse_control(text: str) -> Control | Target:
     Repeat(target=Phases(targets=(Constant(c=0.25), Plain()), at=()), q_max=16, interval=1)
     """
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        tree = None
-    if not isinstance(tree, ast.Name | ast.Call):
+        call = calls.read(text)
+    except ValueError:
         raise UserError(
-            f"a control is a name or name(argument=value, ...), got {text[:80]!r}; "
-            "for instance constant(c=0.25) or ada_consensus(auto)"
-        )
-    return _build(tree)
+            "a control is a name or name(argument=value, ...), each argument once, got "
+            f"{text[:80]!r}; for instance constant(c=0.25) or ada_consensus(auto)"
+        ) from None
+    return _build(call)
 
 
 _ACTIONS: dict[str, Callable[[Target], Control]] = {"atc": Repeat, "awc": AdaConsensus}
@@ -86,38 +85,31 @@ def bind(control: Control | Target, schedule: Schedule, order: str) -> Controlle
     return _ACTIONS[checked_order(order)](control).bind(schedule, order)
 
 
-def _build(node: ast.Name | ast.Call) -> Control | Target:
-    call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
-    name = ast.unparse(call.func)
-    build = CONTROLS.get(name)
+def _build(call: Call) -> Control | Target:
+    build = CONTROLS.get(call.name)
     if build is None:
-        match = difflib.get_close_matches(name, CONTROLS, n=1, cutoff=0.5)
+        match = difflib.get_close_matches(call.name, CONTROLS, n=1, cutoff=0.5)
         raise UserError(
-            f"unknown control {name!r}{f' (did you mean {match[0]!r}?)' if match else ''}; "
+            f"unknown control {call.name!r}{f' (did you mean {match[0]!r}?)' if match else ''}; "
             f"choose from {', '.join(CONTROLS)}"
         )
-    positional = [_value(name, argument) for argument in call.args]
-    named = {str(keyword.arg): _value(name, keyword.value) for keyword in call.keywords}
+    positional = [_value(value) for value in call.positional]
+    named = {key: _value(value) for key, value in call.named.items()}
     signature = inspect.signature(build)
     try:
         bound = signature.bind(*positional, **named)
     except TypeError as error:
         takes = ", ".join(map(str, signature.parameters.values())) or "no arguments"
         raise UserError(
-            f"{name} takes {takes}, got {ast.unparse(call)!r}: {error}; give these"
+            f"{call.name} takes {takes}, got {str(call)!r}: {error}; give these"
         ) from None
     return build(*bound.args, **bound.kwargs)
 
 
-def _value(name: str, node: ast.expr) -> Any:
+def _value(value: Any) -> Any:
     """Return a control, a number, a tuple of numbers, or a bare word as a string."""
-    if isinstance(node, ast.Name) and node.id not in CONTROLS:
-        return node.id
-    if isinstance(node, ast.Name | ast.Call):
-        return _build(node)
-    try:
-        return ast.literal_eval(node)
-    except ValueError:
-        raise UserError(
-            f"{name} takes numbers and controls, got {ast.unparse(node)!r}; write it out"
-        ) from None
+    if isinstance(value, Call):
+        return _build(value)
+    if isinstance(value, Name):
+        return _build(Call(value)) if value in CONTROLS else str(value)
+    return value

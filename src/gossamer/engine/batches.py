@@ -33,11 +33,13 @@ class Batches:
             batch_size=spec.batch_size,
             steps_per_epoch=spec.steps_per_epoch,
             seed=spec.seed,
+            sharding=spec.sharding,
+            labels=None if self.data.labels is None else self.data.labels.numpy(),
         )
 
     def draw(self, epoch: int) -> npt.NDArray[np.int64]:
         """Return the numbers of the samples of an epoch, [workers, steps, batch]."""
-        return np.stack([draw_batches(self._draw, worker, epoch) for worker in self._workers])
+        return draw_batches(self._draw, self._workers, epoch)
 
     def fetch(self, samples: npt.NDArray[np.int64], step: int) -> tuple[Tensor, Tensor]:
         """Return inputs and targets of one step, [workers, batch, ...].

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import difflib
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple, get_type_hints
 
+from gossamer import calls
 from gossamer.errors import UserError
 from gossamer.topology import graphs, schedules, weights
 from gossamer.topology.round import Round
@@ -108,26 +108,23 @@ def read_call(text: str, what: str) -> tuple[str, list[Any], dict[str, Any]]:
         what: what it is to name, for the error.
     """
     try:
-        tree = ast.parse(text.strip(), mode="eval").body
-        if isinstance(tree, ast.Name):
-            return tree.id, [], {}
-        if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name):
-            named = {str(k.arg): _literal(k.value) for k in tree.keywords}  # None: **{...}
-            if len(named) == len(tree.keywords):  # each once
-                return tree.func.id, [_literal(a) for a in tree.args], named
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        pass  # the last two: thousands of brackets or signs
-    raise UserError(
-        f"{what} is a name or name(argument=value, ...), each argument once, got "
-        f"{text[:80]!r}; for instance ring or lattice(k=4)"
-    )
+        call = calls.read(text)
+        named = {key: _literal(value) for key, value in call.named.items()}
+        return call.name, [_literal(value) for value in call.positional], named
+    except ValueError:
+        raise UserError(
+            f"{what} is a name or name(argument=value, ...), each argument once, got "
+            f"{text[:80]!r}; for instance ring or lattice(k=4)"
+        ) from None
 
 
-def _literal(node: ast.expr) -> Any:
-    """Return a Python literal; a bare word is a string, and true and false are booleans."""
-    if isinstance(node, ast.Name):
-        return {"true": True, "false": False}.get(node.id, node.id)
-    return ast.literal_eval(node)
+def _literal(value: Any) -> Any:
+    """Return a value; a bare word is a string, and true and false are booleans."""
+    if isinstance(value, calls.Call):
+        raise ValueError("an argument that is a call")
+    if isinstance(value, calls.Name):
+        return {"true": True, "false": False}.get(value, str(value))
+    return value
 
 
 def _fill(entry: Entry, defaults: dict[str, Any]) -> dict[str, Any]:

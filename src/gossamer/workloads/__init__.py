@@ -6,8 +6,18 @@ import difflib
 from collections.abc import Callable
 
 from gossamer.errors import UserError
-from gossamer.workloads import digits
+from gossamer.workloads import (
+    bytes_of_text,
+    digits,
+    imagenet,
+    images,
+    multi30k,
+    quadratic,
+    wikitext,
+)
+from gossamer.workloads.files import data_folder
 from gossamer.workloads.sharding import Draw, draw_batches, parse_sharding
+from gossamer.workloads.sources import download
 from gossamer.workloads.workload import Data, Recipe, Samples, Workload
 
 __all__ = [
@@ -17,13 +27,27 @@ __all__ = [
     "Recipe",
     "Samples",
     "Workload",
+    "data_folder",
+    "download",
     "draw_batches",
     "find",
     "parse_sharding",
 ]
 
+# A new workload is one function and one row here: parsing, the command line and the tests of what
+# all workloads have in common read this table.
 WORKLOADS: dict[str, Callable[[], Workload]] = {
+    "quadratic": quadratic.quadratic,
     "digits-mlp": digits.mlp,
+    "digits-cnn": digits.cnn,
+    "stdlib-gpt": bytes_of_text.stdlib_gpt,
+    "fashion-mnist-cnn": images.fashion_mnist_cnn,
+    "cifar10-resnet20": images.cifar10_resnet20,
+    "cifar10-densenet100": images.cifar10_densenet100,
+    "imagenet-resnet50": imagenet.imagenet_resnet50,
+    "wikitext2-lstm": wikitext.wikitext2_lstm,
+    "shakespeare-gpt": bytes_of_text.shakespeare_gpt,
+    "multi30k-transformer": multi30k.multi30k_transformer,
 }
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gossamer.errors import UserError
+from gossamer.workloads.evaluation import accuracy
 from gossamer.workloads.workload import Data, Recipe, Workload
 
 _NUM_TRAIN = 1500
@@ -24,17 +25,48 @@ def mlp() -> Workload:
         load=_load,
         loss=nn.functional.cross_entropy,
         metric_name="accuracy",
-        evaluate=_accuracy,
+        evaluate=accuracy(),
         target=0.9,
-        recipe=Recipe(
-            optimizer="sgd",
-            optimizer_options={"momentum": 0.9, "nesterov": True},
-            lr=0.1,
-            lr_schedule="cosine",
-            batch_size=16,
-            epochs=10,
-            steps_per_epoch=25,
-        ),
+        recipe=_recipe(lr=0.1),
+    )
+
+
+def cnn() -> Workload:
+    """Two convolutions with group normalization, 6,138 parameters."""
+    return Workload(
+        name="digits-cnn",
+        version=1,
+        num_train=_NUM_TRAIN,
+        make_model=_convnet,
+        load=_load,
+        loss=nn.functional.cross_entropy,
+        metric_name="accuracy",
+        evaluate=accuracy(),
+        target=0.9,
+        recipe=_recipe(lr=0.03),
+    )
+
+
+def _recipe(lr: float) -> Recipe:
+    return Recipe(
+        optimizer="sgd",
+        optimizer_options={"momentum": 0.9, "nesterov": True},
+        lr=lr,
+        lr_schedule="cosine",
+        batch_size=16,
+        epochs=10,
+        steps_per_epoch=25,
+    )
+
+
+def _convnet() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 8, 8)),
+        *(nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.GroupNorm(4, 16), nn.ReLU()),
+        *(nn.Conv2d(16, 32, 3, padding=1, bias=False), nn.GroupNorm(4, 32), nn.ReLU()),
+        nn.MaxPool2d(4),
+        nn.Flatten(),
+        nn.Linear(128, 10),
     )
 
 
@@ -50,13 +82,9 @@ def _load() -> Data:
     inputs = torch.tensor(features / 16, dtype=torch.float32)
     targets = torch.tensor(classes)
     return Data(
-        inputs[:_NUM_TRAIN], targets[:_NUM_TRAIN], inputs[_NUM_TRAIN:], targets[_NUM_TRAIN:]
+        inputs[:_NUM_TRAIN],
+        targets[:_NUM_TRAIN],
+        inputs[_NUM_TRAIN:],
+        targets[_NUM_TRAIN:],
+        labels=targets[:_NUM_TRAIN],
     )
-
-
-@torch.no_grad()
-def _accuracy(model: nn.Module, data: Data) -> float:
-    dtype = next(model.parameters()).dtype
-    everything = torch.arange(len(data.test_targets))
-    outputs: Tensor = model(data.test_inputs[everything].to(dtype))
-    return float((outputs.argmax(1) == data.test_targets[everything]).double().mean())

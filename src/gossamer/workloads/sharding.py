@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import final
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
 
 from gossamer.errors import UserError
 
-_SHUFFLE, _DRAW = 0, 1
-"""Streams of random numbers that must not be the same."""
+IntArray: TypeAlias = npt.NDArray[np.int64]
 
+_SHUFFLE, _DRAW, _DEAL, _WITHIN = 0, 1, 3, 4
+"""Streams of random numbers that must not be the same; the engine's augmentation has 2."""
 
-def parse_sharding(text: str) -> str:
-    """Check how samples are dealt to workers."""
-    if text != "iid":
-        raise UserError(f"sharding must be iid, got {text!r}")
-    return text
+_BALANCING_ROUNDS = 200
 
 
 @final
@@ -32,6 +32,8 @@ class Draw:
         batch_size: samples per worker and step.
         steps_per_epoch: batches per worker and epoch.
         seed: of all shuffling.
+        sharding: as ``parse_sharding`` takes it.
+        labels: the class of each sample, where there are classes.
     """
 
     num_samples: int
@@ -39,25 +41,143 @@ class Draw:
     batch_size: int
     steps_per_epoch: int
     seed: int
+    sharding: str = "iid"
+    labels: IntArray | None = field(default=None, compare=False)
 
 
-def draw_batches(draw: Draw, worker: int, epoch: int) -> npt.NDArray[np.int64]:
-    """Return the samples of one worker's batches in an epoch, [steps, batch].
+Sharding: TypeAlias = Callable[[Draw, Sequence[int], int], list[IntArray]]
+"""From workers and an epoch: the samples of each of these workers, in the order they are seen."""
 
-    All samples are shuffled for every epoch and dealt out, as in the papers (iid): no sample comes
-    twice in an epoch, on any worker, as far as shards suffice. A worker that has seen its shard
-    starts it again. Where a shard is smaller than a batch, the batch would hold the same few
-    samples again and again; then samples are drawn from all, with replacement.
+
+def draw_batches(draw: Draw, workers: Sequence[int], epoch: int) -> IntArray:
+    """Return the samples of some workers' batches in an epoch, [workers, steps, batch].
+
+    No sample comes twice in an epoch, on any worker, as far as shards suffice; their sizes differ
+    by one at most. A worker that has seen its shard starts it again.
     """
-    if not 0 <= worker < draw.num_workers:
-        raise UserError(
-            f"a worker must be one of 0 to {draw.num_workers - 1}, got {worker}; "
-            "draw for as many workers as take part"
-        )
+    for worker in workers:
+        if not 0 <= worker < draw.num_workers:
+            raise UserError(
+                f"a worker must be one of 0 to {draw.num_workers - 1}, got {worker}; "
+                "draw for as many workers as take part"
+            )
     shape = draw.steps_per_epoch, draw.batch_size
-    shuffled = np.random.default_rng((draw.seed, _SHUFFLE, epoch)).permutation(draw.num_samples)
-    shard = shuffled[worker :: draw.num_workers]
-    if len(shard) < draw.batch_size:
-        generator = np.random.default_rng((draw.seed, _DRAW, epoch, worker))
-        return generator.integers(draw.num_samples, size=shape)
-    return np.resize(shard, shape)
+    shards = parse_sharding(draw.sharding)(draw, workers, epoch)
+    return np.stack([np.resize(shard, shape) for shard in shards])
+
+
+def parse_sharding(text: str) -> Sharding:
+    """Return how samples are dealt to workers.
+
+    Args:
+        text: ``iid``, the papers' setting: all samples are shuffled and dealt anew in every epoch;
+            ``fixed``: they are dealt once, and each worker shuffles its own in every epoch;
+            ``dirichlet(alpha=0.5)``: as fixed, with classes in other proportions on every worker,
+            the more so the smaller alpha is.
+    """
+    if text in _PLAIN:
+        return _PLAIN[text]
+    given = re.fullmatch(r"dirichlet\((?:alpha\s*=\s*)?([-+.\deE]+)\)", text.replace(" ", ""))
+    try:
+        alpha = float(given[1]) if given else 0.0
+    except ValueError:
+        alpha = 0.0
+    if not 0 < alpha < np.inf:
+        raise UserError(
+            "sharding must be iid, fixed or dirichlet(alpha=A) with a positive number A, got "
+            f"{text!r}; write for example dirichlet(alpha=0.5)"
+        )
+    return partial(_dirichlet, alpha=alpha)
+
+
+def _iid(draw: Draw, workers: Sequence[int], epoch: int) -> list[IntArray]:
+    """Shuffle and deal all samples.
+
+    Where a shard is smaller than a batch, the batch would hold the same few samples again and
+    again; then samples are drawn from all, with replacement.
+    """
+    shuffled = _generator(draw, _SHUFFLE, epoch).permutation(draw.num_samples)
+    shape = draw.steps_per_epoch, draw.batch_size
+    shards: list[IntArray] = []
+    for worker in workers:
+        shard = shuffled[worker :: draw.num_workers]
+        if len(shard) < draw.batch_size:
+            shard = _generator(draw, _DRAW, epoch, worker).integers(draw.num_samples, size=shape)
+        shards.append(shard)
+    return shards
+
+
+def _fixed(draw: Draw, workers: Sequence[int], epoch: int) -> list[IntArray]:
+    _check_sizes(draw)
+    dealt = _generator(draw, _DEAL).permutation(draw.num_samples)
+    shards = [dealt[worker :: draw.num_workers] for worker in workers]
+    return _shuffle_within(draw, shards, workers, epoch)
+
+
+def _dirichlet(draw: Draw, workers: Sequence[int], epoch: int, alpha: float) -> list[IntArray]:
+    """Deal shards of one size whose proportions of classes come from Dirichlet(alpha, ..., alpha).
+
+    Every worker draws proportions; they are balanced so that all classes are used up and all
+    shards are full. What rounding leaves over is dealt without regard to class.
+    """
+    _check_sizes(draw)
+    if draw.labels is None:
+        raise UserError(
+            "dirichlet shards need samples with classes, and these have none; "
+            "use sharding iid or fixed"
+        )
+    generator = _generator(draw, _DEAL)
+    _, classes, class_sizes = np.unique(draw.labels, return_inverse=True, return_counts=True)
+    sizes = np.full(draw.num_workers, draw.num_samples // draw.num_workers)
+    sizes[generator.permutation(draw.num_workers)[: draw.num_samples % draw.num_workers]] += 1
+    proportions = generator.dirichlet(np.full(len(class_sizes), alpha), draw.num_workers)
+    counts = np.floor(_balance(proportions, sizes, class_sizes)).astype(np.int64)
+
+    shuffled = generator.permutation(draw.num_samples)
+    by_class = shuffled[np.argsort(classes[shuffled], kind="stable")]
+    owner = np.full(draw.num_samples, -1)
+    for first, counts_of_class in zip(np.cumsum(class_sizes) - class_sizes, counts.T, strict=True):
+        dealt = np.repeat(np.arange(draw.num_workers), counts_of_class)
+        owner[first : first + len(dealt)] = dealt
+    lacking = np.repeat(np.arange(draw.num_workers), sizes - counts.sum(1))
+    owner[owner < 0] = generator.permutation(lacking)
+
+    by_owner = by_class[np.argsort(owner, kind="stable")]
+    ends = np.cumsum(sizes)
+    shards = [by_owner[ends[worker] - sizes[worker] : ends[worker]] for worker in workers]
+    return _shuffle_within(draw, shards, workers, epoch)
+
+
+def _balance(
+    proportions: npt.NDArray[np.float64], rows: IntArray, columns: IntArray
+) -> npt.NDArray[np.float64]:
+    """Scale rows and columns in turn towards these sums; none is above its sum in the end."""
+    matrix = proportions + 1e-9  # so that no class is out of everyone's reach
+    for _ in range(_BALANCING_ROUNDS):
+        matrix *= (columns / matrix.sum(0))[None, :]
+        matrix *= (rows / matrix.sum(1))[:, None]
+    return matrix * np.minimum(1, columns / matrix.sum(0))[None, :]
+
+
+def _shuffle_within(
+    draw: Draw, shards: list[IntArray], workers: Sequence[int], epoch: int
+) -> list[IntArray]:
+    return [
+        _generator(draw, _WITHIN, epoch, worker).permutation(shard)
+        for shard, worker in zip(shards, workers, strict=True)
+    ]
+
+
+def _check_sizes(draw: Draw) -> None:
+    if draw.num_samples < draw.num_workers:
+        raise UserError(
+            f"shards that stay need a sample per worker at least, got {draw.num_samples} samples "
+            f"for {draw.num_workers} workers; use sharding iid or fewer workers"
+        )
+
+
+def _generator(draw: Draw, stream: int, *numbers: int) -> np.random.Generator:
+    return np.random.default_rng((draw.seed, stream, *numbers))
+
+
+_PLAIN: dict[str, Sharding] = {"iid": _iid, "fixed": _fixed}

@@ -69,6 +69,9 @@ class Recipe:
     """As ``workloads.parse_sharding`` takes it."""
 
 
+Transform: TypeAlias = Callable[[Tensor, np.random.Generator | None], Tensor]
+
+
 def as_they_are(inputs: Tensor, generator: np.random.Generator | None) -> Tensor:
     """Return samples that a model takes as they are stored."""
     return inputs
@@ -95,7 +98,7 @@ class Workload:
     loss: Callable[[Tensor, Tensor], Tensor]
     """Mean over a batch, of outputs and targets."""
 
-    transform: Callable[[Tensor, np.random.Generator | None], Tensor] = as_they_are
+    transform: Transform = as_they_are
     """From stored samples to what the model takes; with a generator, augmented for training."""
 
     metric_name: str

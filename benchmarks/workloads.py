@@ -1,0 +1,140 @@
+"""How fast workloads train, and that they learn.
+
+    python -m benchmarks.workloads [--workload digits-cnn] [--workers 16] [--batch 8] [--rounds 3]
+    python -m benchmarks.workloads --train --workload cifar10-resnet20 [--steps 50] [--lr 0.05]
+
+One JSON line per workload whose data are there (GOSSAMER_DATA). Without ``--train``, samples per
+second of two ways to use the same samples, interleaved in one process, medians over rounds:
+
+- ``simulation``: gossamer.Simulation of all workers on a ring, awc; the whole step.
+- ``batch``: one model on one batch of all workers' samples.
+
+Both with fetching, augmentation and the recipe's optimizer. ``of_batch`` is the simulation's
+samples/s over those of the batch, median of the rounds' ratios. With ``--train``, one epoch (or so
+many steps) of a run on a ring: mean loss of the first and of the last tenth of its steps, the
+metric of the average model at the end, and samples per second of training.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from gossamer import Simulation, workloads
+from gossamer.engine import RunSpec, run
+from gossamer.engine.batches import Batches
+from gossamer.errors import UserError
+from gossamer.records import Evaluation, Step
+
+WARMUP = 10
+"""Steps before the first measured one: the simulation chooses how to compute in them."""
+
+
+def main(
+    workload: Annotated[list[str] | None, typer.Option(help="Only this; repeatable.")] = None,
+    workers: Annotated[int, typer.Option()] = 16,
+    batch: Annotated[int, typer.Option(help="Per worker; 0: the recipe's.")] = 0,
+    rounds: Annotated[int, typer.Option(help="Each runs both ways for a step.")] = 5,
+    train: Annotated[bool, typer.Option("--train", help="Train instead.")] = False,
+    steps: Annotated[int, typer.Option(help="To train; 0: one epoch.")] = 0,
+    lr: Annotated[float, typer.Option(help="To train with; 0: the recipe's.")] = 0.0,
+) -> None:
+    """Print one JSON line per workload."""
+    for name in workload or workloads.WORKLOADS:
+        fields: dict[str, Any] = {"workload": name, "workers": workers, "topology": "ring"}
+        fields |= {"batch_size": batch} if batch else {}
+        fields |= {"steps_per_epoch": steps} if steps else {}
+        fields |= {"lr": lr} if lr else {}
+        spec = RunSpec(**fields, epochs=1, log_every=1, evaluate_replicas=0, warmup_epochs=0)
+        try:
+            spec.make_workload().load()
+        except UserError as error:
+            print(json.dumps({"workload": name, "missing": str(error)}), flush=True)
+            continue
+        print(json.dumps(learn(spec) if train else measure(spec, rounds)), flush=True)
+
+
+def measure(spec: RunSpec, rounds: int) -> dict[str, Any]:
+    """Return the throughput of both ways."""
+    seconds: dict[str, list[float]] = {"simulation": [], "batch": []}
+    ways = {"simulation": simulation_step(spec), "batch": batch_step(spec)}
+    for i in range(WARMUP + rounds):
+        for way, step in ways.items():
+            began = time.perf_counter()
+            if way == "simulation" or i >= WARMUP - 1:
+                step(i)
+            if i >= WARMUP:
+                seconds[way].append(time.perf_counter() - began)
+    num = spec.workers * spec.batch_size
+    rates = {f"{way}_samples_per_s": num / statistics.median(seconds[way]) for way in seconds}
+    pairs = zip(seconds["batch"], seconds["simulation"], strict=True)
+    return _sizes(spec) | {
+        **{way: round(rate, 1) for way, rate in rates.items()},
+        "of_batch": round(statistics.median(batch / own for batch, own in pairs), 3),
+    }
+
+
+def simulation_step(spec: RunSpec) -> Callable[[int], object]:
+    batches = Batches(spec, range(spec.workers))
+    loss = spec.make_workload().loss
+    sim = Simulation(spec.make_model(), loss, spec.make_optimizer, spec.workers, spec.topology)
+    samples = batches.draw(0)
+
+    def step(i: int) -> object:
+        return sim.step(*batches.fetch(samples[:, i % spec.steps_per_epoch], i))
+
+    return step
+
+
+def batch_step(spec: RunSpec) -> Callable[[int], object]:
+    batches = Batches(spec, range(spec.workers))
+    model, loss = spec.make_model().train(), spec.make_workload().loss
+    optimizer = spec.make_optimizer(model.parameters())
+    samples = batches.draw(0)
+
+    def step(i: int) -> None:
+        inputs, targets = batches.fetch(samples[:, i % spec.steps_per_epoch], i)
+        optimizer.zero_grad()
+        loss(model(inputs.flatten(0, 1)), targets.flatten(0, 1)).backward()
+        optimizer.step()
+
+    return step
+
+
+def learn(spec: RunSpec) -> dict[str, Any]:
+    """Train, and return what came of it."""
+    records = list(run(spec))
+    steps = [record for record in records if isinstance(record, Step)]
+    (evaluation,) = (record for record in records if isinstance(record, Evaluation))
+    tenth = max(1, len(steps) // 10)
+    samples = spec.workers * spec.batch_size * len(steps)
+    return _sizes(spec) | {
+        "lr": spec.lr,
+        "steps": len(steps),
+        "first_loss": round(statistics.mean(step.loss for step in steps[:tenth]), 4),
+        "last_loss": round(statistics.mean(step.loss for step in steps[-tenth:]), 4),
+        spec.make_workload().metric_name: round(evaluation.average, 4),
+        "train_s": round(evaluation.train_s, 1),
+        "samples_per_s": round(samples / evaluation.train_s, 1),
+    }
+
+
+def _sizes(spec: RunSpec) -> dict[str, Any]:
+    model = spec.make_model()
+    return {
+        "workload": spec.workload,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "workers": spec.workers,
+        "batch": spec.batch_size,
+        "threads": torch.get_num_threads(),
+    }
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,117 @@
+"""Language models of bytes: of the Python standard library's source, of Shakespeare's plays."""
+
+from __future__ import annotations
+
+import sysconfig
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gossamer.errors import UserError
+from gossamer.workloads.evaluation import bits_per_byte, next_token_loss, token_loss
+from gossamer.workloads.files import DataFiles, data_folder
+from gossamer.workloads.models.transformer import GPT
+from gossamer.workloads.workload import Data, Recipe, Workload
+
+_CONTEXT = 64
+_STDLIB_TRAIN, _STDLIB_TEST = 2 << 20, 64 << 10
+"""Bytes: a part that the library of every Python has."""
+
+_SHAKESPEARE = 1_115_394
+
+
+def stdlib_gpt() -> Workload:
+    """A transformer of 120,576 parameters on the source of the modules that come with Python.
+
+    Results compare between machines with the same version of Python.
+    """
+    return Workload(
+        name="stdlib-gpt",
+        version=1,
+        num_train=num_windows(_STDLIB_TRAIN, _CONTEXT),
+        make_model=lambda: GPT(256, _CONTEXT, width=64, layers=2, heads=4),
+        load=_load_stdlib,
+        loss=next_token_loss,
+        metric_name="bits per byte",
+        higher_is_better=False,
+        evaluate=bits_per_byte,
+        recipe=Recipe(
+            optimizer="adamw",
+            optimizer_options={"betas": (0.9, 0.99), "weight_decay": 0.1},
+            lr=3e-3,
+            lr_schedule="cosine",
+            warmup_epochs=0.5,
+            batch_size=8,
+            epochs=10,
+            steps_per_epoch=50,
+        ),
+    )
+
+
+def shakespeare_gpt() -> Workload:
+    """A transformer of 834,304 parameters on Tiny Shakespeare: nanoGPT's recipe for one CPU."""
+    return Workload(
+        name="shakespeare-gpt",
+        version=1,
+        num_train=num_windows(_SHAKESPEARE * 9 // 10, _CONTEXT),
+        make_model=lambda: GPT(256, _CONTEXT, width=128, layers=4, heads=4),
+        load=lambda: _load_shakespeare(data_folder()),
+        loss=next_token_loss,
+        metric_name="loss",
+        higher_is_better=False,
+        evaluate=token_loss(),
+        target=1.9,
+        recipe=Recipe(
+            optimizer="adamw",
+            optimizer_options={"betas": (0.9, 0.99), "weight_decay": 0.1},
+            lr=1e-3,
+            lr_schedule="cosine",
+            warmup_epochs=0.5,
+            batch_size=12,
+            epochs=10,
+            steps_per_epoch=200,
+        ),
+    )
+
+
+def num_windows(num_tokens: int, length: int) -> int:
+    """Return how many samples ``windows`` makes of a text."""
+    return (num_tokens - 1) // length
+
+
+def windows(tokens: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Cut a text into samples that follow each other; a target is the token after its input."""
+    num = num_windows(len(tokens), length)
+    inputs, targets = tokens[: num * length], tokens[1 : num * length + 1]
+    return inputs.view(num, length), targets.view(num, length)
+
+
+@cache
+def _load_stdlib() -> Data:
+    folder = Path(sysconfig.get_path("stdlib"))
+    wanted = _STDLIB_TRAIN + _STDLIB_TEST
+    text = bytearray()
+    for path in sorted(folder.glob("*.py"), key=lambda path: path.name):
+        if len(text) < wanted:
+            text += path.read_bytes()
+    if len(text) < wanted:
+        raise UserError(
+            f"stdlib-gpt needs {wanted:,} bytes of Python's own modules as source, got "
+            f"{len(text):,} in {folder}; use a Python that comes with its standard library's source"
+        )
+    return split_bytes(bytes(text[:wanted]), _STDLIB_TRAIN, _CONTEXT)
+
+
+@cache
+def _load_shakespeare(folder: Path) -> Data:
+    text = DataFiles("shakespeare", folder).read("tinyshakespeare/input.txt", _SHAKESPEARE)
+    return split_bytes(text, len(text) * 9 // 10, _CONTEXT)
+
+
+def split_bytes(text: bytes, num_train: int, length: int) -> Data:
+    """Return the first part of a text as training data, the rest as the test."""
+    tokens = torch.from_numpy(np.frombuffer(text, np.uint8).astype(np.int64))
+    return Data(*windows(tokens[:num_train], length), *windows(tokens[num_train:], length))

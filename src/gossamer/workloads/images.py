@@ -1,0 +1,196 @@
+"""Small images with ten classes: Fashion-MNIST and CIFAR-10.
+
+Images are kept as bytes and become normalized floats in ``transform``.
+"""
+
+from __future__ import annotations
+
+import struct
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from gossamer.workloads.evaluation import accuracy
+from gossamer.workloads.files import DataFiles, data_folder
+from gossamer.workloads.models.convnet import small_convnet
+from gossamer.workloads.models.densenet import densenet100
+from gossamer.workloads.models.resnet import resnet20
+from gossamer.workloads.workload import Data, Options, Recipe, Workload
+
+_PADDING = 4
+"""Pixels by which a crop may be off the centre, at most."""
+
+_NESTEROV: Options = {"momentum": 0.9, "nesterov": True, "weight_decay": 1e-4}
+
+
+def fashion_mnist_cnn() -> Workload:
+    """Clothes, grey, 28 × 28 pixels; a network of 206,970 parameters."""
+    return Workload(
+        name="fashion-mnist-cnn",
+        version=1,
+        num_train=60_000,
+        make_model=small_convnet,
+        load=lambda: _fashion_mnist(data_folder()),
+        loss=nn.functional.cross_entropy,
+        transform=_fashion_floats,
+        metric_name="accuracy",
+        evaluate=accuracy(_fashion_floats),
+        target=0.9,
+        recipe=Recipe(
+            optimizer="sgd",
+            optimizer_options=_NESTEROV,
+            lr=0.05,
+            lr_schedule="cosine",
+            batch_size=32,
+            epochs=15,
+        ),
+    )
+
+
+def cifar10_resnet20() -> Workload:
+    """ResNet-20 on CIFAR-10, as in consensus control's experiments."""
+    return Workload(
+        name="cifar10-resnet20",
+        version=1,
+        num_train=50_000,
+        make_model=resnet20,
+        load=lambda: _cifar10(data_folder()),
+        loss=nn.functional.cross_entropy,
+        transform=cifar_floats,
+        metric_name="accuracy",
+        evaluate=accuracy(cifar_floats),
+        target=0.91,
+        recipe=Recipe(
+            optimizer="sgd",
+            optimizer_options=_NESTEROV,
+            lr=0.1,
+            lr_schedule="steps",
+            lr_scaling="linear",
+            reference_batch=128,
+            warmup_epochs=5,
+            batch_size=32,
+            epochs=300,
+        ),
+    )
+
+
+def cifar10_densenet100() -> Workload:
+    """DenseNet-100-BC on CIFAR-10, one of DBench's applications."""
+    return Workload(
+        name="cifar10-densenet100",
+        version=1,
+        num_train=50_000,
+        make_model=densenet100,
+        load=lambda: _cifar10(data_folder()),
+        loss=nn.functional.cross_entropy,
+        transform=cifar_floats,
+        metric_name="accuracy",
+        evaluate=accuracy(cifar_floats),
+        target=0.94,
+        recipe=Recipe(
+            optimizer="sgd",
+            optimizer_options=_NESTEROV,
+            lr=0.1,
+            lr_schedule="steps",
+            lr_scaling="linear",
+            reference_batch=64,
+            warmup_epochs=5,
+            batch_size=32,
+            epochs=300,
+        ),
+    )
+
+
+def normalize(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
+    """Return bytes [N, C, H, W] as floats whose channels have about mean 0 and deviation 1."""
+    shift, scale = (torch.tensor(channel).view(-1, 1, 1) for channel in (mean, std))
+    return images.float().sub_(255 * shift).div_(255 * scale)
+
+
+def _fashion_floats(images: Tensor, _generator: np.random.Generator | None) -> Tensor:
+    return normalize(images, (0.2860,), (0.3530,))
+
+
+def cifar_floats(images: Tensor, generator: np.random.Generator | None) -> Tensor:
+    """Return floats; for training of images that are moved by up to 4 pixels, half of them flipped.
+
+    All images are cut at once from views of every place that the crop can have.
+    """
+    if generator is not None:
+        num, size = len(images), images.shape[-1]
+        top, left = torch.from_numpy(generator.integers(2 * _PADDING + 1, size=(2, num)))
+        flipped = torch.from_numpy(generator.random(num) < 0.5)
+        places = F.pad(images, (_PADDING,) * 4).unfold(2, size, 1).unfold(3, size, 1)
+        images = places[torch.arange(num), :, top, left]
+        images = torch.where(flipped[:, None, None, None], images.flip(-1), images)
+    return normalize(images, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+
+
+@cache
+def _fashion_mnist(folder: Path) -> Data:
+    return read_fashion_mnist(folder)
+
+
+def read_fashion_mnist(folder: Path, num_train: int = 60_000, num_test: int = 10_000) -> Data:
+    """Read the published files: images and labels in IDX format, compressed."""
+    files = DataFiles("fashion-mnist", folder)
+    train, labels = _read_idx(files, "train", num_train)
+    test, test_labels = _read_idx(files, "t10k", num_test)
+    return Data(train, labels, test, test_labels, labels)
+
+
+def _read_idx(files: DataFiles, part: str, num: int) -> tuple[Tensor, Tensor]:
+    arrays: list[Tensor] = []
+    # IDX: a magic number that ends in the number of dimensions, their sizes, the bytes.
+    for kind, shape in (("images-idx3", (num, 28, 28)), ("labels-idx1", (num,))):
+        name = f"fashion-mnist/{part}-{kind}-ubyte.gz"
+        contents = files.read_gzip(name)
+        header = struct.pack(f">{1 + len(shape)}I", 0x800 + len(shape), *shape)
+        size = len(header) + int(np.prod(shape))
+        if not contents.startswith(header) or len(contents) != size:
+            what = " × ".join(map(str, shape))
+            raise files.damaged(
+                name,
+                f"an IDX header of {what} bytes and so many bytes",
+                f"{len(contents):,} bytes that begin {contents[:16].hex(' ')}",
+            )
+        array = np.frombuffer(contents, np.uint8, offset=len(header)).reshape(shape)
+        arrays.append(torch.from_numpy(array.copy()))
+    images, labels = arrays
+    _check_labels(files, f"fashion-mnist/{part}-labels-idx1-ubyte.gz", labels)
+    return images.unsqueeze(1), labels.long()
+
+
+@cache
+def _cifar10(folder: Path) -> Data:
+    return read_cifar10(folder)
+
+
+def read_cifar10(folder: Path, per_file: int = 10_000) -> Data:
+    """Read the binary version: per image a byte for its label, then red, green and blue planes."""
+    files = DataFiles("cifar10", folder)
+    records: list[Tensor] = []
+    for part in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
+        name = f"cifar-10-batches-bin/{part}.bin"
+        contents = files.read(name, per_file * 3073)
+        rows = torch.from_numpy(np.frombuffer(contents, np.uint8).reshape(per_file, 3073).copy())
+        _check_labels(files, name, rows[:, 0])
+        records.append(rows)
+    train, test = torch.cat(records[:5]), records[5]
+    labels = train[:, 0].long()
+    return Data(
+        train[:, 1:].reshape(-1, 3, 32, 32),
+        labels,
+        test[:, 1:].reshape(-1, 3, 32, 32),
+        test[:, 0].long(),
+        labels,
+    )
+
+
+def _check_labels(files: DataFiles, name: str, labels: Tensor) -> None:
+    if int(labels.max()) > 9:
+        raise files.damaged(name, "labels of 0 to 9", str(int(labels.max())))

@@ -1,0 +1,1 @@
+"""Architectures, as published: parameter counts are tested."""

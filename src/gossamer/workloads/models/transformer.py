@@ -1,0 +1,154 @@
+"""Transformers: a language model, and an encoder and decoder for translation.
+
+Blocks normalize first (pre-norm). Attention itself has no dropout, so that it is one fused kernel.
+"""
+
+# B: batch, T: time, C: width
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class Attention(nn.Module):
+    """Multi-head attention of a sequence to another one, or to itself."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self._heads = heads
+        self.query = nn.Linear(width, width)
+        self.key_value = nn.Linear(width, 2 * width)
+        self.out = nn.Linear(width, width)
+
+    def forward(
+        self, x_BTC: Tensor, to: Tensor, mask: Tensor | None = None, causal: bool = False
+    ) -> Tensor:
+        """Return what each position takes from ``to``, where the mask (B1TT) is true."""
+        query, key, value = (
+            part.unflatten(-1, (self._heads, -1)).transpose(1, 2)
+            for part in (self.query(x_BTC), *self.key_value(to).chunk(2, -1))
+        )
+        y = F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal)
+        return self.out(y.transpose(1, 2).flatten(-2))
+
+
+class Block(nn.Module):
+    """Self-attention, attention to a memory where there is one, and a perceptron."""
+
+    def __init__(
+        self, width: int, heads: int, hidden: int, *, dropout: float = 0.0, memory: bool = False
+    ) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        if memory:
+            self.memory_norm = nn.LayerNorm(width)
+            self.memory_attention = Attention(width, heads)
+        self.perceptron = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, hidden), nn.GELU(), nn.Linear(hidden, width)
+        )
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(
+        self,
+        x_BTC: Tensor,
+        mask: Tensor | None = None,
+        *,
+        causal: bool = False,
+        memory: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Return the sequence after this block."""
+        normed = self.norm(x_BTC)
+        x_BTC = x_BTC + self.dropout(self.attention(normed, normed, mask, causal))
+        if memory is not None:
+            taken = self.memory_attention(self.memory_norm(x_BTC), memory, memory_mask)
+            x_BTC = x_BTC + self.dropout(taken)
+        return x_BTC + self.dropout(self.perceptron(x_BTC))
+
+
+class GPT(nn.Module):
+    """A language model in the form of GPT-2: learned positions, input and output tables tied."""
+
+    def __init__(self, vocabulary: int, context: int, *, width: int, layers: int, heads: int):
+        super().__init__()
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(context, width)
+        self.blocks = nn.ModuleList(Block(width, heads, 4 * width) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        initialize(self, layers)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Return the logits of each position's next token."""
+        x = self.tokens(tokens_BT) + self.positions.weight[: tokens_BT.shape[1]]
+        for block in self.blocks:
+            x = block(x, causal=True)
+        return F.linear(self.norm(x), self.tokens.weight)
+
+
+def initialize(model: nn.Module, layers: int) -> None:
+    """Draw weights as GPT-2 does: narrow, and narrower where they add to the residual stream."""
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            adds = name.endswith(("out.weight", "perceptron.3.weight"))
+            nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if adds else 0.02)
+        elif name.endswith("bias"):
+            nn.init.zeros_(parameter)
+
+
+class Translator(nn.Module):
+    """An encoder and a decoder (Vaswani et al., https://arxiv.org/abs/1706.03762).
+
+    A sample is one row of tokens: ``length`` of the source, then the target as the decoder reads
+    it. Token 0 is padding. The output table is tied to the table of target words.
+    """
+
+    def __init__(
+        self, vocabulary: int, length: int, *, width: int, layers: int, heads: int, dropout: float
+    ) -> None:
+        super().__init__()
+        self.length = length
+        self.source = nn.Embedding(vocabulary, width)
+        self.target = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(length, width)
+        self.encoder = nn.ModuleList(
+            Block(width, heads, 2 * width, dropout=dropout) for _ in range(layers)
+        )
+        self.decoder = nn.ModuleList(
+            Block(width, heads, 2 * width, dropout=dropout, memory=True) for _ in range(layers)
+        )
+        self.encoder_norm, self.decoder_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.dropout = nn.Dropout(dropout)
+        initialize(self, layers)
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Return the logits of the token after each of the target's."""
+        source, target = tokens_BT[:, : self.length], tokens_BT[:, self.length :]
+        memory, mask = self.encode(source)
+        return F.linear(self.decode(target, memory, mask), self.target.weight)
+
+    def encode(self, source: Tensor) -> tuple[Tensor, Tensor]:
+        """Return what the decoder attends to, and where it may."""
+        mask = (source != 0)[:, None, None, :]
+        x = self._embed(self.source, source)
+        for block in self.encoder:
+            x = block(x, mask)
+        return self.encoder_norm(x), mask
+
+    def decode(self, target: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
+        """Return states of the target's positions, each of which knows those before it."""
+        x = self._embed(self.target, target)
+        for block in self.decoder:
+            x = block(x, causal=True, memory=memory, memory_mask=mask)
+        return self.decoder_norm(x)
+
+    def next_tokens(self, target: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
+        """Return the most likely token after the target's last one."""
+        last = self.decode(target, memory, mask)[:, -1]
+        return F.linear(last, self.target.weight).argmax(-1)
+
+    def _embed(self, table: nn.Embedding, tokens: Tensor) -> Tensor:
+        return self.dropout(table(tokens) + self.positions.weight[: tokens.shape[1]])

@@ -1,0 +1,79 @@
+"""Least squares with a known optimum, and clusters of points that make workers differ."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from gossamer.workloads.workload import Data, Recipe, Workload
+
+_DIMENSION = 32
+_CLUSTERS, _PER_CLUSTER = 16, 64
+_CURVATURES = (0.05, 1.0)
+"""Smallest and largest eigenvalue of AᵀA: a condition number of 20."""
+
+
+def quadratic() -> Workload:
+    """f(x) = mean over points b of ½‖A(x − b)‖², whose optimum is the mean point.
+
+    Points lie around the centres of clusters, which are their labels: with the sharding
+    ``dirichlet(alpha=0.1)`` each worker's own optimum is far from the common one. The metric is
+    f(x) − f* ≥ 0 over the training points; nothing is held back for a test.
+    """
+    return Workload(
+        name="quadratic",
+        version=1,
+        num_train=_CLUSTERS * _PER_CLUSTER,
+        make_model=_Residual,
+        load=_load,
+        loss=lambda outputs, targets: outputs.square().sum(-1).mean() / 2,
+        metric_name="excess loss",
+        higher_is_better=False,
+        evaluate=_excess_loss,
+        target=0.05,
+        recipe=Recipe(
+            optimizer="sgd",
+            optimizer_options={},
+            lr=0.5,
+            lr_schedule="cosine",
+            batch_size=8,
+            epochs=10,
+            steps_per_epoch=20,
+        ),
+    )
+
+
+class _Residual(nn.Module):
+    """A(x − b) for points b, with A diagonal."""
+
+    scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = nn.Parameter(torch.zeros(_DIMENSION))
+        low, high = np.log10(_CURVATURES)
+        self.register_buffer("scale", torch.logspace(low, high, _DIMENSION).sqrt())
+
+    def forward(self, points: Tensor) -> Tensor:
+        return self.scale * (self.x - points)
+
+
+@cache
+def _load() -> Data:
+    generator = np.random.default_rng(0)
+    centres = generator.normal(2.0, 2.0, (_CLUSTERS, 1, _DIMENSION))
+    points = centres + generator.normal(0.0, 1.0, (_CLUSTERS, _PER_CLUSTER, _DIMENSION))
+    inputs = torch.from_numpy(points.reshape(-1, _DIMENSION))
+    labels = torch.arange(_CLUSTERS).repeat_interleave(_PER_CLUSTER)
+    return Data(inputs, labels, inputs, labels, labels)
+
+
+@torch.no_grad()
+def _excess_loss(model: nn.Module, data: Data) -> float:
+    optimum = data.train_inputs[torch.arange(len(data.train_inputs))].mean(0)
+    # f(x) − f* = ½‖A(x − b̄)‖²: the model's outputs at the mean point, with no difference of two
+    # large numbers.
+    return float(model(optimum).double().square().sum() / 2)

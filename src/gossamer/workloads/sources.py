@@ -1,0 +1,249 @@
+"""Where data sets are published, and how a user who asks gets them.
+
+Nothing is downloaded by itself. A file appears under its name only when it is whole and its
+checksum is right; an interrupted transfer is continued by the next call.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import os
+import tarfile
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast, final
+
+from gossamer.errors import UserError
+
+_TIMEOUT_S = 60
+_UNREADABLE = (
+    *(KeyError, EOFError, zlib.error),
+    *(gzip.BadGzipFile, tarfile.TarError, zipfile.BadZipFile),
+)
+"""What archives raise that are damaged, or others than expected."""
+
+_BLOCK_BYTES = 1 << 14
+"""The most that an interruption loses."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One published file, and the files that it becomes."""
+
+    url: str
+    files: dict[str, str]
+    """Checksums (``md5:...`` or ``sha256:...``) by path in the data folder; of an archive, paths
+    end as those of its members."""
+
+    checksum: str | None = None
+    """Of the published file, where it is an archive and its authors name one."""
+
+
+def _fashion(name: str, md5: str) -> Source:
+    site = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"
+    return Source(url=f"{site}/{name}", files={f"fashion-mnist/{name}": f"md5:{md5}"})
+
+
+def _multi30k(name: str, sha256: str) -> Source:
+    site = "https://raw.githubusercontent.com/multi30k/dataset/master/data/task1/raw"
+    return Source(url=f"{site}/{name}.gz", files={f"multi30k/{name}": f"sha256:{sha256}"})
+
+
+# Checksums that authors publish: CIFAR-10, Fashion-MNIST and (torchtext's) the archive of
+# WikiText-2. The others are of files whose published counts of lines and tokens were checked.
+DATA_SETS: dict[str, tuple[Source, ...]] = {
+    "fashion-mnist": (
+        _fashion("train-images-idx3-ubyte.gz", "8d4fb7e6c68d591d4c3dfef9ec88bf0d"),
+        _fashion("train-labels-idx1-ubyte.gz", "25c81989df183df01b3e8a0aad5dffbe"),
+        _fashion("t10k-images-idx3-ubyte.gz", "bef4ecab320f06d8554ea6380940ec79"),
+        _fashion("t10k-labels-idx1-ubyte.gz", "bb300cfdad3c16e7a12a480ee83cd310"),
+    ),
+    "cifar10": (
+        Source(
+            url="https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
+            checksum="md5:c32a1d4ab5d03f1284b67883e8d87530",
+            files={
+                "cifar-10-batches-bin/data_batch_1.bin": "md5:5dd7e06a14cb22eb9f671a540d1b7c25",
+                "cifar-10-batches-bin/data_batch_2.bin": "md5:5ea93a67294ea407fff1d09f752e9692",
+                "cifar-10-batches-bin/data_batch_3.bin": "md5:942cd6a4bcdd0dd3c604fbe906cb4421",
+                "cifar-10-batches-bin/data_batch_4.bin": "md5:ae636b3ba5c66a11e91e8cb52e771fcb",
+                "cifar-10-batches-bin/data_batch_5.bin": "md5:53f37980c15c3d472c316c40844f3f0d",
+                "cifar-10-batches-bin/test_batch.bin": "md5:803d5f7f4d78ea53de84dbe85f74fb6d",
+            },
+        ),
+    ),
+    "wikitext2": (
+        Source(
+            url="https://wikitext.smerity.com/wikitext-2-v1.zip",
+            checksum="md5:542ccefacc6c27f945fb54453812b3cd",
+            files={
+                "wikitext-2/wiki.train.tokens": "sha256:"
+                "9e9fa1ad55b1c2c95b08e37dd8e653f638fac2c6de904b79e813611eefbc985f",
+                "wikitext-2/wiki.valid.tokens": "sha256:"
+                "f0737ed31fc1329026e95cb8b98e19c2a182c39c240ab909dc31abf2f8af58e8",
+                "wikitext-2/wiki.test.tokens": "sha256:"
+                "d790b833ef8cf03a90db7bf1271b7520b83c45ce07ba3c1a9699df81e239eca0",
+            },
+        ),
+    ),
+    "shakespeare": (
+        Source(
+            url="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare"
+            "/input.txt",
+            files={
+                "tinyshakespeare/input.txt": "sha256:"
+                "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
+            },
+        ),
+    ),
+    "multi30k": (
+        _multi30k("train.en", "460a15fbd157e34a7a9957ee388c1ca247fe47af3ef25fb50442af6c274e0fc6"),
+        _multi30k("train.de", "2c2b73fd2b548fbcde3a875e0a78d6ee94d498bfdee6bd3eae3945779e9ddf72"),
+        _multi30k(
+            "test_2016_flickr.en",
+            "399a4382932c1aadd3ceb9bef1008d388a64c76d4ae4e9d4728c6f4301cac182",
+        ),
+        _multi30k(
+            "test_2016_flickr.de",
+            "4be6b5b3236b79c25475c6bb829800a7ce559e9ba7a1f6c2394fe4d40be46d16",
+        ),
+    ),
+}
+
+
+def find_data_set(name: str) -> str:
+    """Return the data set that is meant by its own name or by that of a workload that uses it."""
+    for data_set in DATA_SETS:
+        if name == data_set or name.startswith(f"{data_set}-"):
+            return data_set
+    if name.split("-")[0] == "imagenet":
+        raise UserError(
+            "ImageNet is given to those who register at https://image-net.org, so it cannot be "
+            "downloaded here; unpack it as imagenet/train/CLASS/*.JPEG and imagenet/val/CLASS/*"
+        )
+    raise UserError(
+        f"data must be those of {', '.join(DATA_SETS)} or of a workload that uses them, "
+        f"got {name!r}; quadratic, the digits and stdlib-gpt need none"
+    )
+
+
+def download(
+    name: str,
+    folder: Path,
+    sources: tuple[Source, ...] | None = None,
+    report: Callable[[str], object] = lambda line: None,
+) -> list[Path]:
+    """Download what a data folder lacks of a data set; return all files of the data set.
+
+    Args:
+        name: of a data set, or of a workload that uses it.
+        folder: which holds all data sets.
+        sources: of the data set, where they are not the published ones.
+        report: is told what is being downloaded.
+    """
+    chosen = DATA_SETS[find_data_set(name)] if sources is None else sources
+    try:
+        import pooch
+    except ImportError as error:
+        raise UserError(
+            "downloads need pooch, which is not installed; pip install 'gossamer[bench]'"
+        ) from error
+    transfers = folder / ".transfers"
+    pooch.get_logger().setLevel("WARNING")  # its advice is for programmers
+    for source in chosen:
+        if all(_is_right(folder / name, checksum) for name, checksum in source.files.items()):
+            continue
+        report(f"downloading {source.url}")
+        try:
+            transfers.mkdir(parents=True, exist_ok=True)
+            archive = pooch.retrieve(
+                source.url,
+                source.checksum,
+                fname=hashlib.sha256(source.url.encode()).hexdigest()[:16],
+                path=transfers,
+                downloader=cast("Any", _continue),
+            )
+            _unpack(Path(archive), source, folder)
+            Path(archive).unlink()
+        except UserError:
+            raise
+        except (OSError, ValueError) as error:  # pooch: ValueError for a wrong checksum
+            raise UserError(
+                f"a download needs {source.url} as it was published, and room in {folder}, got "
+                f"{error}; run the same command again to continue, or put "
+                f"{', '.join(source.files)} there yourself"
+            ) from error
+    return [folder / name for source in chosen for name in source.files]
+
+
+def _continue(url: str, output_file: str, _pooch: Any) -> None:
+    """Download for pooch, from where an interrupted transfer has ended."""
+    import requests
+
+    part = Path(output_file).parent / f"{hashlib.sha256(url.encode()).hexdigest()[:16]}.part"
+    done = part.stat().st_size if part.exists() else 0
+    headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={done}-"} if done else {})
+    with requests.get(url, headers=headers, stream=True, timeout=_TIMEOUT_S) as response:
+        if response.status_code == requests.codes.requested_range_not_satisfiable:
+            part.unlink()
+            return _continue(url, output_file, _pooch)
+        response.raise_for_status()
+        continued = response.status_code == requests.codes.partial_content
+        with part.open("ab" if continued else "wb") as file:
+            for block in response.iter_content(_BLOCK_BYTES):
+                file.write(block)
+    os.replace(part, output_file)
+
+
+def _unpack(archive: Path, source: Source, folder: Path) -> None:
+    """Write the files of a source aside, check them and rename them."""
+    for name, contents in _members(archive, source):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=folder / ".transfers", delete=False) as file:
+            file.write(contents)
+        aside = Path(file.name)
+        if not _is_right(aside, source.files[name]):
+            aside.unlink()
+            archive.unlink()
+            raise UserError(
+                f"{name} from {source.url} must have the checksum {source.files[name]}, and has "
+                "another; its authors may have changed it: see where else it is published"
+            )
+        aside.chmod(0o644)
+        aside.replace(path)
+
+
+def _members(archive: Path, source: Source) -> Iterator[tuple[str, bytes]]:
+    try:
+        if source.url.endswith(".tar.gz"):
+            with tarfile.open(archive) as tar:
+                for name in source.files:
+                    member = tar.extractfile(name)
+                    yield name, member.read() if member else b""
+        elif source.url.endswith(".zip"):
+            with zipfile.ZipFile(archive) as zipped:
+                for name in source.files:
+                    yield name, zipped.read(name)
+        else:
+            (name,) = source.files
+            contents = archive.read_bytes()
+            unpack = source.url.endswith(".gz") and not name.endswith(".gz")
+            yield name, gzip.decompress(contents) if unpack else contents
+    except _UNREADABLE as error:
+        archive.unlink()
+        raise OSError(f"an archive that cannot be read ({error})") from error
+
+
+def _is_right(path: Path, checksum: str) -> bool:
+    if not path.is_file():
+        return False
+    algorithm, _, expected = checksum.partition(":")
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, algorithm).hexdigest() == expected

@@ -1,0 +1,83 @@
+"""WikiText-2: articles of Wikipedia, cut into words by their publishers."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gossamer.workloads.bytes_of_text import num_windows, windows
+from gossamer.workloads.evaluation import next_token_loss, perplexity
+from gossamer.workloads.files import DataFiles, data_folder
+from gossamer.workloads.models.lstm import WordLSTM
+from gossamer.workloads.workload import Data, Recipe, Workload
+
+_CONTEXT = 35
+_NUM_TRAIN, _NUM_TEST = 2_088_628, 245_569
+_VOCABULARY = 33_278
+_END = "<eos>"
+
+
+def wikitext2_lstm() -> Workload:
+    """An LSTM of 7,332,078 parameters (two layers of 200, output tied to input); perplexity."""
+    return Workload(
+        name="wikitext2-lstm",
+        version=1,
+        num_train=num_windows(_NUM_TRAIN, _CONTEXT),
+        make_model=lambda: WordLSTM(_VOCABULARY, width=200),
+        load=lambda: _load(data_folder()),
+        loss=next_token_loss,
+        metric_name="perplexity",
+        higher_is_better=False,
+        evaluate=perplexity,
+        recipe=Recipe(
+            optimizer="adam",
+            optimizer_options={},
+            lr=2e-3,
+            lr_schedule="cosine",
+            batch_size=20,
+            epochs=40,
+        ),
+    )
+
+
+@cache
+def _load(folder: Path) -> Data:
+    return read_wikitext2(folder)
+
+
+def read_wikitext2(
+    folder: Path,
+    num_train: int = _NUM_TRAIN,
+    num_test: int = _NUM_TEST,
+    vocabulary: int = _VOCABULARY,
+) -> Data:
+    """Read the published words of train and test; a line's end is a word too."""
+    files = DataFiles("wikitext2", folder)
+    numbers: dict[str, int] = {}
+    train = _read_words(files, "wikitext-2/wiki.train.tokens", num_train, numbers)
+    if len(numbers) != vocabulary:
+        name, found = "wikitext-2/wiki.train.tokens", f"{len(numbers):,}"
+        raise files.damaged(name, f"{vocabulary:,} different words", found)
+    test = _read_words(files, "wikitext-2/wiki.test.tokens", num_test, numbers)
+    if len(numbers) != vocabulary:
+        found = f"{len(numbers) - vocabulary:,} others"
+        raise files.damaged("wikitext-2/wiki.test.tokens", "words of the training text", found)
+    return Data(*windows(train, _CONTEXT), *windows(test, _CONTEXT))
+
+
+def _read_words(files: DataFiles, name: str, num: int, numbers: dict[str, int]) -> Tensor:
+    """Return a text as numbers of words; new words get the next number."""
+    try:
+        text = files.read(name).decode()
+    except UnicodeDecodeError as error:
+        raise files.damaged(name, "text in UTF-8", str(error)) from error
+    lines = text.removesuffix("\n").split("\n")
+    words = (word for line in lines for word in (*line.split(), _END))
+    tokens = np.fromiter((numbers.setdefault(word, len(numbers)) for word in words), np.int64)
+    if len(tokens) != num:
+        raise files.damaged(name, f"{num:,} words and ends of lines", f"{len(tokens):,}")
+    return torch.from_numpy(tokens)

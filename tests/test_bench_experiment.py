@@ -1,0 +1,168 @@
+"""Experiments: what a file means, and what is refused before anything runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from importlib import resources
+from pathlib import Path
+
+import pytest
+
+from gossamer.bench import expand
+from gossamer.bench.experiment import Experiment, load, parse
+from gossamer.bench.methods import fields_of
+from gossamer.engine import RunSpec
+from gossamer.errors import UserError
+
+SMALL = """
+name = "small"
+workload = "digits-mlp"
+workers = [4, 8]
+methods = ["C_complete", "D_ring", "ring"]
+seeds = [0, 1, 2]
+"""
+
+
+def experiment(more: str = "", text: str = SMALL) -> Experiment:
+    return parse(text + more, "small.toml")
+
+
+def test_the_matrix_is_the_product_of_all_axes() -> None:
+    """Workers x methods x seeds x other fields, each combination once."""
+    runs = expand(experiment("axes = { lr = [0.1, 0.2] }")).runs
+    assert len(runs) == len({spec.id for spec in runs}) == 2 * 3 * 3 * 2
+    assert Counter(spec.method for spec in runs) == {"C_complete": 12, "D_ring": 12, "ring": 12}
+    assert {spec.lr for spec in runs} == {0.1, 0.2}
+
+
+def test_methods_mean_what_papers_say() -> None:
+    """Names of papers set topology, order and more."""
+    by_name = {spec.method: spec for spec in expand(experiment()).runs}
+    assert by_name["C_complete"].topology == "centralized"
+    assert (by_name["D_ring"].topology, by_name["D_ring"].order) == ("ring", "atc")
+    assert (by_name["ring"].topology, by_name["ring"].order) == ("ring", "awc")
+    assert fields_of("Ada(k0=10, gamma=0.5)", 96, 10)["topology"] == "ada(k0=10, gamma=0.5)"
+    assert fields_of("Ada", 1008, 90)["topology"] == "ada(k0=112, gamma=1.222)"
+    assert fields_of("local_sgd(every=4)", 8, 1) == {
+        "topology": "local_sgd(every=4)",
+        "order": "atc",
+    }
+    diloco = RunSpec.model_validate(
+        {"workload": "digits-mlp", "workers": 8, **fields_of("DiLoCo(every=5, lr=0.5)", 8, 1)}
+    )
+    assert (diloco.local_steps, diloco.outer_lr, diloco.outer_momentum) == (5, 0.5, 0.9)
+
+
+def test_include_adds_runs_and_exclude_takes_them_out() -> None:
+    """An include inherits what it does not say; an exclude takes out all that match."""
+    runs = expand(
+        experiment(
+            """
+            [[include]]
+            engine = "distributed"
+            workers = 2
+            methods = [{ name = "held", method = "D_ring", control = "auto" }]
+            seeds = 0
+            [[exclude]]
+            method = "D_ring"
+            workers = 8
+            """
+        )
+    ).runs
+    assert len(runs) == 18 - 3 + 1
+    held = runs[-1]
+    assert (held.engine, held.workers, held.control) == ("distributed", 2, "auto")
+
+
+def test_a_budget_is_for_every_run() -> None:
+    """Megabytes and seconds become limits of each specification."""
+    runs = expand(experiment("budget = { bytes_mb = 2, train_s = 30 }")).runs
+    assert {(spec.max_bytes, spec.max_train_s) for spec in runs} == {(2e6, 30.0)}
+
+
+def test_learning_rates_follow_the_averaging_neighbourhood() -> None:
+    """A rate grows with batch x (k + 1): all workers, or neighbours and self."""
+
+    def lr(method: str, scaling: str = "linear", step: int = 0, **more: object) -> float:
+        fields: dict[str, object] = {
+            "workload": "digits-mlp",
+            "workers": 16,
+            "lr": 0.1,
+            "batch_size": 32,
+            "reference_batch": 64,
+            "lr_scaling": scaling,
+            "lr_schedule": "constant",
+            "epochs": 10,
+            "steps_per_epoch": 5,
+            **fields_of(method, 16, 10),
+            **more,
+        }
+        return RunSpec.model_validate(fields).lr_at(step)
+
+    assert lr("C_complete") == pytest.approx(0.1 * 32 * 16 / 64)
+    assert lr("D_ring") == pytest.approx(0.1 * 32 * 3 / 64)
+    assert lr("D_torus", "sqrt") == pytest.approx(0.1 * (32 * 5 / 64) ** 0.5)
+    assert lr("D_complete", "none") == 0.1
+    ada = "Ada(k0=8, gamma=1)"
+    assert lr(ada, step=45) == pytest.approx(0.1 * 32 * 9 / 64)
+    assert lr(ada, step=45, lr_follows_graph=True) == pytest.approx(0.1 * 32 * 3 / 64)
+    assert lr("D_ring", "none", step=4, warmup_epochs=2) == pytest.approx(0.1 * 5 / 10)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("wrokers = 3\n" + SMALL, "has no key 'wrokers'; did you mean 'workers'"),
+        (SMALL + "run = { lrr = 3 }", "a run has no field 'lrr' to set; did you mean 'lr'"),
+        (SMALL + "run = { workers = 3 }", "a run has no field 'workers' to set"),
+        (SMALL + "axes = { epoch = [1, 2] }", "did you mean 'epochs'"),
+        (
+            SMALL.replace('"D_ring"', '"D_rign"'),
+            "there is no method 'D_rign'; did you mean 'D_ring'",
+        ),
+        (SMALL.replace('"ring"', '"C_complet"'), "did you mean 'C_complete'"),
+        (SMALL.replace("digits-mlp", "digits-mpl"), "did you mean 'digits-mlp'"),
+        (SMALL.replace("[4, 8]", "7").replace('"D_ring"', '"D_torus"'), "D_torus on 7 workers"),
+        (SMALL + "[[exclude]]\nworker = 4", "a run has no field 'worker'; did you mean 'workers'"),
+        (SMALL + "[[include]]\nworker = 4", "has no key 'worker'; did you mean 'workers'"),
+        (SMALL + "[[exclude]]\nworkers = [4, 8]", "must have at least one run"),
+        (SMALL + "budget = { bytes_mb = 0 }", "budget.bytes_mb: .* greater than 0, got 0"),
+        (SMALL.replace("small", "a/b"), "name: String should match"),
+        (SMALL.replace("name", "#name"), "name: Field required"),
+        ("name = ", "small.toml must be TOML"),
+        (SMALL.replace('"ring"', '{ name = "x" }'), "methods"),
+    ],
+)
+def test_mistakes_are_refused_before_anything_runs(text: str, words: str) -> None:
+    """Unknown keys and impossible combinations name what was meant, or what cannot be."""
+    with pytest.raises(UserError, match=words):
+        expand(experiment(text=text))
+
+
+def test_impossible_combinations_can_be_skipped_with_their_reason() -> None:
+    """Where an experiment says so, a torus of 7 is listed and the rest goes on."""
+    text = SMALL.replace("[4, 8]", "[7, 8]").replace('"D_ring"', '"D_torus"')
+    matrix = expand(experiment("skip_impossible = true", text))
+    assert len(matrix.runs) == 15
+    assert len(matrix.skipped) == 3
+    assert "torus needs" in matrix.skipped[0].reason
+
+
+def test_a_file_that_is_not_there() -> None:
+    """One line says what was looked for."""
+    with pytest.raises(UserError, match=r"cannot read no/such\.toml: No such file"):
+        load(Path("no/such.toml"))
+
+
+def test_the_demo_is_seven_methods_at_three_scales_and_real_processes() -> None:
+    """What the README promises."""
+    text = resources.files("gossamer.bench").joinpath("demo.toml").read_text()
+    runs = expand(parse(text, "demo.toml")).runs
+    assert len(runs) == 7 * 3 * 2 + 1
+    assert [spec.engine for spec in runs].count("distributed") == 1
+
+
+@pytest.mark.parametrize("path", sorted(Path("experiments").glob("*.toml")), ids=str)
+def test_the_experiments_that_come_with_the_project_expand(path: Path) -> None:
+    """Each is a file that the runner takes."""
+    assert expand(load(path)).runs

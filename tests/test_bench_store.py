@@ -1,0 +1,131 @@
+"""The folder of an experiment: nothing half-written, nothing lost."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+from gossamer.bench.store import Store, StoreError
+from gossamer.records import Ended, Evaluation, Record, Started
+
+STARTED = Started(run_id="a", spec={}, environment={})
+
+
+def evaluation(step: int) -> Evaluation:
+    return Evaluation(step=step, epoch=0, average=0.5, replicas={}, bytes_sent=0.0, train_s=0.0)
+
+
+STORY: list[Record] = [STARTED, evaluation(1), Ended(status="done", steps=1)]
+
+
+def write_story(store: Store, run_id: str, records: Iterable[Record], *, cut: bool = False) -> None:
+    with store.writing(run_id) as write:
+        for record in records:
+            write(record)
+        if cut:
+            raise KeyboardInterrupt
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    kept = Store(tmp_path / "out")
+    with kept.locked("name = 'x'"):
+        yield kept
+
+
+def test_a_run_counts_when_it_is_whole(store: Store) -> None:
+    """While it is written a run can be read; it has ended when its last record is on the disk."""
+    with store.writing("a") as write:
+        for record in STORY:
+            write(record)
+            assert store.ended("a") is None
+            assert store.read("a").records[-1] == record
+    assert store.ended("a") == STORY[-1]
+    assert store.read("a").records == STORY
+    assert store.run_ids() == ["a"]
+
+
+def test_a_run_that_is_cut_off_is_no_run(store: Store) -> None:
+    """After an exception there is no file with its name, and the next runner removes the rest."""
+    with pytest.raises(KeyboardInterrupt):
+        write_story(store, "a", [STARTED], cut=True)
+    assert store.ended("a") is None
+    assert store.run_ids() == ["a"]
+
+
+def test_a_file_cut_in_the_middle_says_so_and_keeps_what_it_has(store: Store) -> None:
+    """Whole lines are read; a cut or foreign line is named; the run has not ended."""
+    write_story(store, "a", STORY)
+    path = store.folder / "runs" / "a.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-20])
+    assert store.ended("a") is None
+    story = store.read("a")
+    assert story.records == STORY[:2]
+    assert story.damage.endswith("a.jsonl is cut after line 2")
+    path.write_bytes(whole.replace(b'"evaluation"', b'"elevation"'))
+    assert "line 2 cannot be read" in store.read("a").damage
+    store.set_aside("a")
+    assert (store.folder / "failures" / "a.1.jsonl").exists()
+    assert store.run_ids() == []
+
+
+def test_a_runner_ends_the_file_of_a_process_that_died(store: Store) -> None:
+    """What the process wrote is kept, a torn line is dropped, and the end says why."""
+    part = store.folder / "runs" / "a.77.part"
+    part.write_text(STARTED.model_dump_json() + "\n" + '{"kind": "eval')
+    died = Ended(status="error", reason="killed")
+    store.conclude(STARTED, 77, died)
+    assert store.read("a").records == [STARTED, died]
+    store.conclude(STARTED.model_copy(update={"run_id": "b"}), 78, died)
+    assert [record.kind for record in store.read("b").records] == ["started", "ended"]
+
+
+def test_one_runner_at_a_time(store: Store) -> None:
+    """A second one is told to wait; when the first is gone, leftovers go and runs stay."""
+    with pytest.raises(StoreError, match="one runner at a time"), Store(store.folder).locked(""):
+        pass
+
+
+def test_leftovers_go_when_a_runner_starts(tmp_path: Path) -> None:
+    """Parts of a killed runner are removed; the text of the experiment is kept."""
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "a.5.part").write_text("{")
+    store = Store(tmp_path)
+    with store.locked("name = 'x'"):
+        assert store.run_ids() == []
+    assert store.experiment_path.read_text() == "name = 'x'"
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    """One line names the folder and the reason."""
+    (tmp_path / "file").touch()
+    store = Store(tmp_path / "file" / "out")
+    with pytest.raises(StoreError, match="got: Not a directory; make room"), store.locked(""):
+        pass
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a small file system needs root")
+def test_a_full_disk_loses_nothing_that_was_whole(tmp_path: Path) -> None:
+    """The run that did not fit is no run, those before it stay, and with room it goes on."""
+    mount = tmp_path / "small"
+    mount.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(mount)], check=True)
+    try:
+        store = Store(mount)
+        with store.locked("name = 'x'"):
+            write_story(store, "a", STORY)
+            too_much = map(evaluation, range(10_000))
+            with pytest.raises(StoreError, match="No space left on device"):
+                write_story(store, "b", too_much)
+            assert store.ended("a") == STORY[-1]
+            assert store.ended("b") is None
+        with store.locked("name = 'x'"):
+            write_story(store, "b", STORY)
+        assert store.ended("b") == STORY[-1]
+    finally:
+        subprocess.run(["umount", str(mount)], check=True)
