@@ -85,11 +85,8 @@ class Page:
         """Scroll through the page, so that all of it is drawn."""
         self.run(
             "(async () => { for (const card of document.querySelectorAll('[data-figure]')) {"
-            " card.scrollIntoView(); await new Promise((done) => setTimeout(done, 30)); }"
-            " scrollTo(0, 0); })()"
-        )
-        self.wait_for(
-            "[...document.querySelectorAll('[data-figure]')].every((card) => card.dataset.drawn)"
+            " while (!card.dataset.drawn) { card.scrollIntoView();"
+            " await new Promise((done) => setTimeout(done, 30)); } } scrollTo(0, 0); })()"
         )
 
     @property

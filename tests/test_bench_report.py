@@ -92,9 +92,9 @@ class Cells(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         """Remember where in the page we are."""
-        given = {name.removeprefix("data-"): value for name, value in attrs}
+        given = {name.removeprefix("data-"): value or "" for name, value in attrs}
         if tag == "table":
-            self._table = given.get("table") or ""
+            self._table = given.get("table", "")
         if tag == "tr":
             self._row = given
         if tag == "td":
@@ -358,6 +358,7 @@ def test_names_cannot_smuggle_in_a_script(tmp_path: Path) -> None:
 # - A thousand runs
 
 
+@pytest.mark.timeout(240)  # it takes ten seconds of one core, whoever else is on it
 def test_a_thousand_runs_make_a_page_that_opens(tmp_path: Path) -> None:
     """Ten methods, scales and seeds, six tensors: curves are thinned, statistics are not."""
     methods = [*METHODS, *(f"D_lattice(k={k})" for k in (4, 6, 8, 10, 12))]

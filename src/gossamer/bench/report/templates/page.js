@@ -203,7 +203,7 @@
     watcher = new IntersectionObserver((entries) => {
       for (const entry of entries) if (entry.isIntersecting) { watcher.unobserve(entry.target); draw(entry.target); }
     }, { rootMargin: "800px" });
-    cards.forEach((card) => watcher.observe(card));
+    cards.forEach((card) => { delete card.dataset.drawn; watcher.observe(card); });
   }
 
   function build() {
