@@ -11,7 +11,7 @@ import pytest
 from scipy import stats
 
 from gossamer import workloads
-from gossamer.bench.analysis import MEASURES, PHASES, analyse
+from gossamer.bench.analysis import MEASURES, PHASES, analyse, statistics
 from gossamer.bench.analysis.statistics import crossings, fit, interval, spearman
 from gossamer.bench.analysis.tabulate import tabulate
 from gossamer.bench.store import Story
@@ -81,6 +81,19 @@ def test_strata_are_not_compared_with_each_other() -> None:
     assert together.rho < 0.6
     assert apart.rho == 1
     assert apart.p == pytest.approx(2 / 36, abs=0.01)
+
+
+def test_many_runs_have_the_p_value_of_permutations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The normal distribution that is used for many runs gives what random permutations give."""
+    generator = np.random.default_rng(0)
+    x = generator.normal(size=120)
+    y, strata = generator.normal(size=120) + 0.18 * x, [number // 12 for number in range(120)]
+    quick = spearman(x, y, strata)
+    monkeypatch.setattr(statistics, "_RANDOM_UP_TO", 1000)
+    slow = spearman(x, y, strata)
+    assert quick.rho == slow.rho
+    assert quick.p == pytest.approx(slow.p, abs=0.01)
+    assert 0.01 < (quick.p or 0) < 0.5
 
 
 def test_few_runs_have_no_correlation() -> None:

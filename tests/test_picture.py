@@ -89,6 +89,24 @@ def test_arrows_point_from_sender_to_receiver() -> None:
     assert np.sin(np.radians(arrows.marker.angle[first])) < 0
 
 
+def test_a_thumbnail_is_small_and_has_every_edge() -> None:
+    """Fifteen links between six workers; of a thousand workers' graph at most so many as asked."""
+    small = picture.thumbnail(static(complete(6)), "#123456")
+    assert small.count("Q") == 15
+    assert 'stroke="#123456"' in small
+    large = picture.thumbnail(static(complete(1008)), "#123456", most_edges=400)
+    assert large.count("Q") <= 400
+    assert len(large) < 40_000
+
+
+def test_a_thumbnail_shows_the_rounds_of_a_cycle_or_one_step() -> None:
+    """Alternating rounds in dashes of their own; of a graph that thins out, that of the step."""
+    assert picture.thumbnail(one_peer_exponential(16), "red").count("<path") == 4 + 1
+    ada = parse("ada(k0=4, gamma=1, steps_per_epoch=1)", 8)
+    edges = [picture.thumbnail(ada, "red", step).count("Q") for step in (0, 5)]
+    assert edges == [16, 8]
+
+
 @needs_browser
 def test_the_page_draws_offline_without_a_console_message(tmp_path: Path) -> None:
     """A real browser opens the file, finds everything in it, and draws the figure."""

@@ -17,6 +17,7 @@ FEWEST = 5
 """Runs for a correlation: of fewer, even a perfect one has a p-value above 0.05."""
 
 _EXACT_UP_TO = 8
+_RANDOM_UP_TO = 100
 _PERMUTATIONS = 9999
 
 
@@ -58,8 +59,9 @@ def spearman(
         strata: which runs may be compared, such as those of one scale. Ranks are taken, and
             centred, within each stratum, so that differences between strata have no part.
 
-    The p-value is two-sided: from all permutations (within strata) where runs are few, from a
-    t-distribution where there is one stratum, from random permutations otherwise.
+    The p-value is two-sided. One stratum: from all permutations where runs are few, else from a
+    t-distribution. Several: from random permutations within strata, or where runs are many from
+    the normal distribution with the variance of those permutations.
 
     >>> spearman([1, 2, 3, 4, 5], [1, 4, 9, 16, 25]).rho
     1.0
@@ -161,6 +163,10 @@ def _p_value(
             return 0.0
         t = rho * math.sqrt((n - 2) / (1 - rho**2))
         return float(2 * stats.t.sf(abs(t), n - 2))
+    if n > _RANDOM_UP_TO:
+        parts = [(ranks_x[group], ranks_y[group]) for group in groups if len(group) > 1]
+        variance = sum(float((x @ x) * (y @ y)) / (len(x) - 1) for x, y in parts)
+        return float(2 * stats.norm.sf(abs(rho) * scale / math.sqrt(variance)))
     if len(groups) == 1:
         orders = np.array(list(itertools.permutations(range(n))))
         others = ranks_y[orders]

@@ -6,6 +6,7 @@ figures offer. The same traces are written as images. Long series are thinned he
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
@@ -29,6 +30,9 @@ _MANY_SERIES = 60
 """With more, tensors cannot be looked at one by one."""
 
 _LEAST = 1e-12
+
+_ASIDE = 0.3
+"""The breadth of all methods at one scale, in powers of two; less where scales lie closer."""
 
 _AVERAGE = "average"
 ROLES: dict[str, str] = {
@@ -94,11 +98,18 @@ def _shown(runs: pl.DataFrame) -> pl.DataFrame:
 def _scale(analysis: Analysis, look: dict[str, Style]) -> Figure:
     traces: list[Trace] = []
     known = analysis.summary.filter(pl.col("final").is_not_null())
+    scales = sorted(set(known["workers"].to_list()))
+    closest = min((math.log2(b / a) for a, b in itertools.pairwise(scales)), default=1.0)
+    breadth = min(_ASIDE, 0.6 * closest)
     for (workload, method), group in known.group_by(["workload", "method"], maintain_order=True):
         ordered = group.sort("workers")
         meta = _meta(str(workload), None, str(method), "workers", ordered["metric"][0])
-        trace = _line(look[str(method)], ordered["workers"], ordered["final"], meta, markers=20)
-        trace["hovertemplate"] = _hover(method, "%{x} workers: %{y:.4g}")
+        # Moved a little to the side, so that intervals do not lie on each other.
+        aside = 2 ** (breadth * (list(look).index(str(method)) / max(1, len(look) - 1) - 0.5))
+        x = ordered["workers"] * aside
+        trace = _line(look[str(method)], x, ordered["final"], meta, markers=20)
+        trace["customdata"] = ordered["workers"].to_list()
+        trace["hovertemplate"] = _hover(method, "%{customdata} workers: %{y:.4g}")
         if ordered["final_low"].is_not_null().any():
             trace["error_y"] = {
                 "type": "data",
@@ -110,7 +121,6 @@ def _scale(analysis: Analysis, look: dict[str, Style]) -> Figure:
             }
         meta["scales"] = ordered["workers"].to_list()
         traces.append(trace)
-    scales = sorted(set(known["workers"].to_list()))
     ticks = {"tickvals": scales, "ticktext": [str(scale) for scale in scales]}
     return Figure(
         "scale",

@@ -62,7 +62,8 @@ def content(results: Results) -> dict[str, Any]:
             graphs=_graphs(results),
             most=_MOST_ROWS,
             measures=MEASURES,
-            bounds=words.bounds,
+            half=words.half,
+            significant=words.SIGNIFICANT,
         )
     )
     return {"html": Markup(html), "data": _data(analysis, drawn)}

@@ -152,7 +152,13 @@ class Reader:
 def _in_order(rows: list[RunRows], planned: list[str]) -> list[RunRows]:
     """Return runs in the order of the experiment, so that methods come in the order of its list."""
     place = {run_id: number for number, run_id in enumerate(planned)}
-    return sorted(rows, key=lambda row: place.get(row.run["run_id"], 0))
+
+    def key(row: RunRows) -> tuple[Any, ...]:
+        spec = row.run["spec"]
+        named = (spec["workload"], spec["workers"], spec["method"], spec["seed"])
+        return (place.get(row.run["run_id"], 0), *named)
+
+    return sorted(rows, key=key)
 
 
 def _problems(analysis: Analysis, chosen: dict[str, _Kept]) -> list[Problem]:

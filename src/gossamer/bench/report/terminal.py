@@ -59,6 +59,4 @@ def _table(workload: str, results: pl.DataFrame, verdicts: pl.DataFrame) -> Tabl
 
 
 def _with_interval(row: dict[str, Any]) -> str:
-    if row["final_high"] is None:
-        return words.number(row["final"])
-    return f"{words.number(row['final'])} ± {row['final_high'] - row['final']:.2g}"
+    return f"{words.number(row['final'])} {words.half(row['final'], row['final_high'])}".strip()

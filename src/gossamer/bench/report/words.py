@@ -54,6 +54,15 @@ def megabytes(count: float | None) -> str:
     return f"{count / 1e3:.3g} kB"
 
 
+def half(mean: float | None, high: float | None) -> str:
+    """Return the half of an interval; nothing where there is none.
+
+    >>> half(0.9, 0.91234)
+    '± 0.012'
+    """
+    return "" if mean is None or high is None else f"± {high - mean:.2g}"
+
+
 def bounds(low: float | None, high: float | None) -> str:
     """Return an interval; nothing where there is none."""
     return "" if low is None or high is None else f"{number(low)} to {number(high)}"
@@ -74,7 +83,8 @@ def correlation(row: dict[str, Any]) -> str:
     """Return a row of the table of observations in words."""
     if row["rho"] is None:
         return str(row["note"])
-    return f"ρ = {signed(row['rho'])}, {p_value(row['p'])}, {row['runs']} runs"
+    text = f"ρ = {signed(row['rho'])}, {p_value(row['p'])}, {row['runs']} runs"
+    return text.replace(" = ", "\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}")
 
 
 def signed(value: float) -> str:
@@ -135,16 +145,21 @@ def _answer(row: dict[str, Any], sign: int) -> str:
 
 
 def _winners(rows: Sequence[dict[str, Any]]) -> str:
-    scales: dict[tuple[str, str], list[str]] = {}
+    """Return who is ahead where; a best mean that all others are level with is not ahead."""
+    scales: dict[str, list[str]] = {}
     for row in rows:
         num = len(row["level"] or [])
-        level = f", level with {num} other{'s'[num == 1 :]}," if num else ""
-        scales.setdefault((row["winner"], level), []).append(str(row["workers"]))
+        ahead = f"{quoted(row['winner'])} is best"
+        if num:
+            ahead += f", level with {num} other{'s'[num == 1 :]}"
+        if 0 < num == row["methods"] - 1:
+            ahead = "no method is clearly ahead"
+        scales.setdefault(ahead, []).append(str(row["workers"]))
     parts = [
-        f"{quoted(winner)}{level} on {listed(where)} worker{'s'[where == ['1'] :]}"
-        for (winner, level), where in scales.items()
+        f"on {listed(where)} worker{'s'[where == ['1'] :]} {ahead}"
+        for ahead, where in scales.items()
     ]
-    return f"Best {rows[0]['metric']}: {'; '.join(parts)}."
+    return f"By {rows[0]['metric']}, {'; '.join(parts)}."
 
 
 def _costs(row: dict[str, Any]) -> list[str]:
@@ -155,7 +170,11 @@ def _costs(row: dict[str, Any]) -> list[str]:
         return [f"{where} methods share one seed: their order may be chance."]
     if not row["level"]:
         return [f"{where} it is ahead of every other method, by more than seeds differ."]
-    level = f"{where} {listed([quoted(name) for name in row['level']])} cannot be told from it."
+    best = f"{quoted(row['winner'])} has the best mean, {number(row['final'])}"
+    others = listed([quoted(name) for name in row["level"]])
+    if len(row["level"]) == row["methods"] - 1 > 2:
+        others = "the others"
+    level = f"{where} {best}; {others} cannot be told from it."
     if row["cheapest"] == row["winner"]:
         sent = megabytes(row["winner_bytes"])
         return [f"{level} It sends the least of these, {sent} per worker."]
@@ -163,7 +182,7 @@ def _costs(row: dict[str, Any]) -> list[str]:
     return [
         f"{level} The cheapest of these, {quoted(row['cheapest'])}, sends "
         f"{megabytes(row['cheapest_bytes'])} per worker in place of "
-        f"{megabytes(row['winner_bytes'])} ({saved:.0%} less)."
+        f"{megabytes(row['winner_bytes'])} ({100 * saved:.0f} % less)."
     ]
 
 

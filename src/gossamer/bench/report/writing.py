@@ -63,10 +63,9 @@ def write_figures(analysis: Analysis, folder: Path) -> None:
     drawn = dict(images(analysis))
     if not drawn:
         return
-    aside: list[str | Path] = [
-        folder / f".{name}.{os.getpid()}.{kind}" for name in drawn for kind in ("png", "svg")
-    ]
-    final = [folder / f"{name}.{kind}" for name in drawn for kind in ("png", "svg")]
+    names = [f"{name}.{kind}" for name in drawn for kind in ("png", "svg")]
+    aside: list[str | Path] = [folder / f".{os.getpid()}.{name}" for name in names]
+    final = [folder / name for name in names]
     charts = [chart for chart in drawn.values() for _ in ("png", "svg")]
     try:
         folder.mkdir(parents=True, exist_ok=True)

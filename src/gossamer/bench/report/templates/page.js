@@ -114,13 +114,20 @@
     return { ...trace, x: keep(trace.x), y: keep(trace.y), ...(bars ? { error_y: bars } : {}) };
   }
 
-  // Plotly labels every digit of a short logarithmic axis, one over the other.
+  // Plotly labels every digit of a short logarithmic axis, one over the other, and 20 as "2".
   function ticks(figure, traces, letter) {
     const axis = figure.axes[letter + "axis"] || {};
     if (axis.type !== "log" || axis.tickvals) return {};
     const values = traces.flatMap((trace) => trace[letter]).filter((value) => value > 0);
-    const decades = Math.log10(values.reduce((a, b) => Math.max(a, b), 0) / values.reduce((a, b) => Math.min(a, b), Infinity));
-    return { tickangle: 0, ...(decades > 2 ? { dtick: Math.ceil(decades / 6) } : decades > 0.7 ? { dtick: "D2" } : { nticks: 4 }) };
+    const low = values.reduce((a, b) => Math.min(a, b), Infinity), high = values.reduce((a, b) => Math.max(a, b), 0);
+    const decades = Math.log10(high / low);
+    if (decades > 2) return { dtick: Math.ceil(decades / 6), exponentformat: "power" };
+    const digits = decades > 0.8 ? [1, 2, 5] : decades > 0.4 ? [1, 1.5, 2, 3, 5, 7] : [1, 1.2, 1.4, 1.6, 1.8, 2, 2.5, 3, 3.5, 4, 5, 6, 7, 8, 9];
+    const tickvals = [];
+    for (let power = Math.floor(Math.log10(low)) - 1; power <= Math.log10(high) + 1; power++)
+      for (const digit of digits) tickvals.push(Number((digit * 10 ** power).toPrecision(3)));
+    const near = tickvals.filter((value) => value >= low / 1.3 && value <= high * 1.3);
+    return { tickvals: near, ticktext: near.map((value) => (value < 1e-3 || value >= 1e5 ? value.toExponential().replace("+", "") : String(value))), tickangle: 0 };
   }
 
   function layoutOf(figure, traces, width) {
@@ -196,7 +203,7 @@
     watcher = new IntersectionObserver((entries) => {
       for (const entry of entries) if (entry.isIntersecting) { watcher.unobserve(entry.target); draw(entry.target); }
     }, { rootMargin: "800px" });
-    cards.forEach((card) => watcher.observe(card));
+    cards.forEach((card) => { delete card.dataset.drawn; watcher.observe(card); });
   }
 
   function build() {
