@@ -143,7 +143,7 @@ def test_learning_rates_follow_the_averaging_neighbourhood() -> None:
         (SMALL.replace("name", "#name"), "name: Field required"),
         ("name = ", "small.toml must be TOML"),
         (SMALL.replace('"ring"', '{ name = "x" }'), r"methods\.2\.method: Field required"),
-        (SMALL.replace('"ring"', '"DiLoCo(evry=5)"'), "DiLoCo takes every, lr, momentum"),
+        (SMALL.replace('"ring"', '"DiLoCo(ever=5)"'), "DiLoCo takes every, lr, momentum"),
         (SMALL.replace('"ring"', '"C_complete(k=4)"'), "C_complete takes no arguments"),
         (SMALL + "axes = { lr = [0.1] }\nrun = { lr = 0.2 }", "must be set in one place, got 'lr'"),
         (SMALL + 'run = { epochs = "6" }', "epochs: Input should be a valid integer, got '6'"),

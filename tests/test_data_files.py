@@ -22,8 +22,8 @@ import pytest
 import torch
 
 from gossamer import workloads
+from gossamer.bench.command import data_command
 from gossamer.errors import UserError
-from gossamer.workloads.command import data_command
 from gossamer.workloads.files import data_folder
 from gossamer.workloads.imagenet import imagenet_floats, read_imagenet
 from gossamer.workloads.images import cifar_floats, read_cifar10, read_fashion_mnist
