@@ -14,13 +14,7 @@ from hypothesis import strategies as st
 from gossamer.errors import UserError
 from gossamer.runtime_model import Job, Profile, build, predict, read_profile, write_profile
 from gossamer.runtime_model import closed_forms as closed
-from gossamer.runtime_model.costs import (
-    Links,
-    everyone,
-    hierarchical_all_reduce,
-    mix,
-    ring_all_reduce,
-)
+from gossamer.runtime_model.costs import Links, all_reduce, everyone, mix
 from gossamer.runtime_model.factors import split_saving
 from gossamer.runtime_model.model import (
     Compute,
@@ -143,8 +137,7 @@ def test_costs_are_bytes_over_the_busiest_link() -> None:
     for topology, copies in (("one_peer_ring", 1.0), ("ring", 2.0), ("complete", 2 * 7 / 8)):
         cost = mix(links, parse(topology, 8).round(0), [10, 20]).cost_WK
         np.testing.assert_allclose(cost, np.tile([10 * copies, 20 * copies], (8, 1)))
-    np.testing.assert_allclose(ring_all_reduce(links, [8]).cost_WK, 14.0)
-    np.testing.assert_allclose(hierarchical_all_reduce(links, [8]).cost_WK, 14.0)
+    np.testing.assert_allclose(all_reduce(links, [8]).cost_WK, 14.0)
 
 
 def test_workers_of_a_node_share_its_link() -> None:
@@ -176,11 +169,27 @@ def test_a_worker_waits_for_its_sends() -> None:
     assert np.flatnonzero(exchange.meet(late)[0]).tolist() == [4, 5, 6]
 
 
-def test_full_nodes_are_needed_for_stages() -> None:
-    """A hierarchical all-reduce on a node that is not full is refused."""
-    network = Network(workers_per_node=4, inside=Link(bits_s=8.0), between=Link(bits_s=8.0))
-    with pytest.raises(UserError, match="multiple of the workers per node"):
-        hierarchical_all_reduce(Links.of(network, 6), [1])
+@pytest.mark.parametrize(
+    ("algorithm", "workers", "seconds"),
+    [
+        ("ring", 8, 2 * 7 / 8),
+        ("hierarchical", 8, 2 * 3 / 4 / 100 + 2 * 1 / 2),
+        ("hierarchical", 16, 2 * 3 / 4 / 100 + 2 * 3 / 4),
+        ("hierarchical", 6, 2 * 5 / 6),  # one node is not full: in one ring
+    ],
+)
+def test_stages_spare_the_links_between_nodes(algorithm: str, workers: int, seconds: float) -> None:
+    """In one ring a node's link carries 2(n − 1)/n of the bytes, in stages 2(M − 1)/M."""
+    network = Network.model_validate(
+        {
+            "workers_per_node": 4,
+            "inside": {"bits_s": 800.0},
+            "between": {"bits_s": 8.0},
+            "all_reduce": algorithm,
+        }
+    )
+    cost = all_reduce(Links.of(network, workers), [1]).cost_WK
+    np.testing.assert_allclose(cost, seconds)
 
 
 def test_the_timeline_holds_every_task_in_order() -> None:
@@ -227,7 +236,7 @@ def test_factors_that_cannot_help_do_not() -> None:
 def test_local_steps_pay_the_all_reduce_once_in_a_period() -> None:
     """PostLocalSGD's exposed time is a quarter of an all-reduce with a period of four."""
     job = Job.of(small_profile(), 4)
-    reduce_s = ring_all_reduce(job.links, job.bucket_bytes).cost_WK[0].sum()
+    reduce_s = all_reduce(job.links, job.bucket_bytes).cost_WK[0].sum()
     predicted = predict(build("post_local_sgd(h=4)", job))
     assert predicted.exposed_s == pytest.approx(reduce_s / 4)
 

@@ -38,6 +38,9 @@ class Links:
 
     inside_latency_s: float = 0.0
     between_latency_s: float = 0.0
+    hierarchical: bool = False
+    """Whether all-reduces run in stages, and not in one ring."""
+
     reduce_efficiency: float = 1.0
     fan_in_efficiency: float = 1.0
 
@@ -60,6 +63,7 @@ class Links:
             uplink_bits_s=np.full(int(node_of[-1]) + 1, network.between.bits_s),
             inside_latency_s=network.inside.latency_s,
             between_latency_s=network.between.latency_s,
+            hierarchical=network.all_reduce == "hierarchical",
             reduce_efficiency=network.reduce_efficiency,
             fan_in_efficiency=network.fan_in_efficiency,
         )
@@ -83,7 +87,7 @@ def nothing(num_workers: int, num_buckets: int) -> Exchange:
 def mix(links: Links, round: Round, bucket_bytes: Sequence[int]) -> Exchange:
     """Return the exchange of a round, as gossip runs it.
 
-    Groups of three or more all-reduce, in a ring; everything else is messages, which a worker
+    Groups of three or more all-reduce; everything else is messages, which a worker
     receives one after the other. It meets those it sends to as well: a message moves when both
     ends are there, and its sends must be taken before it goes on.
     """
@@ -101,63 +105,69 @@ def mix(links: Links, round: Round, bucket_bytes: Sequence[int]) -> Exchange:
     return Exchange(meet, _affine(latency_W, per_bit_W, bucket_bytes))
 
 
-def ring_all_reduce(links: Links, bucket_bytes: Sequence[int]) -> Exchange:
-    """Return an all-reduce of everyone in one ring: each link carries 2(n − 1)/n of the bytes."""
+def all_reduce(links: Links, bucket_bytes: Sequence[int]) -> Exchange:
+    """Return an all-reduce of everyone."""
     groups = (np.arange(links.num_workers),)
     return Exchange(everyone, _reduce_cost(links, groups, bucket_bytes))
-
-
-def hierarchical_all_reduce(links: Links, bucket_bytes: Sequence[int]) -> Exchange:
-    """Return an all-reduce in three stages, as large clusters run it.
-
-    Reduce-scatter inside nodes, all-reduce of each worker's share between nodes, all-gather
-    inside. The link between nodes carries 2(M − 1)/M of the bytes.
-    """
-    workers, nodes = np.arange(links.num_workers), links.node_of
-    size, num_nodes = int(np.bincount(nodes).min()), int(nodes[-1]) + 1
-    if size * num_nodes != links.num_workers:
-        raise UserError(
-            f"a hierarchical all-reduce needs full nodes, got {links.num_workers} workers on "
-            f"{num_nodes} nodes; use a multiple of the workers per node"
-        )
-    inside = nodes * size + (workers + 1) % size
-    across = (workers + size) % links.num_workers
-    per_bit_W = np.zeros(links.num_workers)
-    latency_s = 0.0
-    if size > 1:
-        share = np.full(links.num_workers, 2 * (size - 1) / size)
-        per_bit_W += _busiest(links, workers, inside, share)
-        latency_s += 2 * (size - 1) * links.inside_latency_s
-    if num_nodes > 1:
-        share = np.full(links.num_workers, 2 * (num_nodes - 1) / num_nodes / size)
-        per_bit_W += _busiest(links, workers, across, share)
-        latency_s += 2 * (num_nodes - 1) * links.between_latency_s
-    per_bit_W = np.full(links.num_workers, per_bit_W.max() / links.reduce_efficiency)
-    return Exchange(
-        everyone, _affine(np.full(links.num_workers, latency_s), per_bit_W, bucket_bytes)
-    )
 
 
 def _reduce_cost(
     links: Links, groups: Sequence[IntArray], bucket_bytes: Sequence[int]
 ) -> FloatArray:
-    """Return what ring all-reduces cost that run in all groups at once, in the order of ranks."""
-    successor = np.arange(links.num_workers)
-    sizes = np.ones(links.num_workers)
+    """Return what all-reduces cost that run in all groups at once.
+
+    In one ring, in the order of ranks: each hop carries 2(g − 1)/g of the bytes, in 2(g − 1) turns.
+    In stages: reduce-scatter inside nodes, a ring for each worker's share across nodes, all-gather
+    inside; a node's link carries 2(M − 1)/M of the bytes. Groups that have not equally many members
+    on each node run in one ring.
+    """
+    per_bit_W, latency_W = np.zeros(links.num_workers), np.zeros(links.num_workers)
+    for rings, share_of_bytes in _stages(links, groups):
+        one_bit_W, one_turn_W = _ring_cost(links, rings, share_of_bytes)
+        per_bit_W += one_bit_W
+        latency_W += one_turn_W
     for members in groups:
-        successor[members] = np.roll(members, -1)
-        sizes[members] = len(members)
-    senders = np.flatnonzero(sizes > 1)
-    receivers = successor[senders]
-    share = 2 * (sizes - 1) / sizes
-    per_bit_W = _busiest(links, senders, receivers, share[senders]) / links.reduce_efficiency
-    latency_W = np.zeros(links.num_workers)
-    latency_W[senders] = _latency(links, senders, receivers)
-    # Each of the 2(g − 1) turns of a ring waits for its slowest hop.
-    for members in groups:
-        per_bit_W[members] = per_bit_W[members].max()
-        latency_W[members] = 2 * (len(members) - 1) * latency_W[members].max()
+        per_bit_W[members] = per_bit_W[members].max() / links.reduce_efficiency
+        latency_W[members] = latency_W[members].max()
     return _affine(latency_W, per_bit_W, bucket_bytes)
+
+
+def _stages(links: Links, groups: Sequence[IntArray]) -> list[tuple[list[IntArray], list[float]]]:
+    """Return the rings of each stage, and the share of the bytes that each ring reduces."""
+    inside: list[IntArray] = []
+    across: list[IntArray] = []
+    shares: list[float] = []
+    for members in groups:
+        nodes, counts = np.unique(links.node_of[members], return_counts=True)
+        staged = links.hierarchical and len(nodes) > 1 and counts.min() == counts.max() > 1
+        if staged:
+            by_node = members[np.argsort(links.node_of[members], kind="stable")]
+            table = by_node.reshape(len(nodes), -1)
+            inside += list(table)
+            across += list(table.T)
+            shares += [1 / table.shape[1]] * table.shape[1]
+        else:
+            across.append(members)
+            shares.append(1.0)
+    return [(inside, [1.0] * len(inside)), (across, shares)]
+
+
+def _ring_cost(
+    links: Links, rings: Sequence[IntArray], shares: Sequence[float]
+) -> tuple[FloatArray, FloatArray]:
+    """Return seconds per bit and latency of each worker in rings that all-reduce at once."""
+    successor = np.arange(links.num_workers)
+    copies, turns = np.zeros(links.num_workers), np.zeros(links.num_workers)
+    for members, share in zip(rings, shares, strict=True):
+        successor[members] = np.roll(members, -1)
+        copies[members] = share * 2 * (len(members) - 1) / len(members)
+        turns[members] = 2 * (len(members) - 1)
+    senders = np.flatnonzero(turns)
+    receivers = successor[senders]
+    per_bit_W = _busiest(links, senders, receivers, copies[senders])
+    latency_W = np.zeros(links.num_workers)
+    latency_W[senders] = turns[senders] * _latency(links, senders, receivers)
+    return per_bit_W, latency_W
 
 
 def _affine(latency_W: FloatArray, per_bit_W: FloatArray, num_bytes: Sequence[int]) -> FloatArray:

@@ -80,17 +80,16 @@ def local(job: Job) -> Method:
     return Method(after_update, job.compute(0), job.links.num_workers, lambda step: none)
 
 
-def ddp(job: Job, *, hierarchical: bool = False) -> Method:
+def ddp(job: Job) -> Method:
     """All-reduce of gradients, bucket by bucket, during the backward pass."""
-    reduce = costs.hierarchical_all_reduce if hierarchical else costs.ring_all_reduce
-    exchange = reduce(job.links, job.bucket_bytes)
+    exchange = costs.all_reduce(job.links, job.bucket_bytes)
     # Gradients are copied into buckets and back.
     return Method(in_backward, job.compute(2), job.links.num_workers, lambda step: exchange)
 
 
 def post_local_sgd(job: Job, *, period: int) -> Method:
     """Local steps, and an all-reduce of the parameters after every few."""
-    reduce = costs.ring_all_reduce(job.links, job.bucket_bytes)
+    reduce = costs.all_reduce(job.links, job.bucket_bytes)
     none = costs.nothing(job.links.num_workers, len(job.bucket_bytes))
     return Method(
         after_update,
@@ -118,7 +117,6 @@ def gossip(job: Job, *, schedule: Schedule, order: Order = whole_step) -> Method
 
 METHODS: dict[str, Build] = {
     DDP: ddp,
-    "ddp(hierarchical)": partial(ddp, hierarchical=True),
     "post_local_sgd(h=4)": partial(post_local_sgd, period=4),
 }
 """Methods that are no gossip; a topology's text names those that are."""

@@ -108,7 +108,12 @@ def from_data_sheet(
         ),
         mix_s=parameters * _MIX_BYTES / chosen.memory_bytes_s,
         variance=variance,
-        network=Network(workers_per_node=workers_per_node, inside=chosen.link, between=between),
+        network=Network(
+            workers_per_node=workers_per_node,
+            inside=chosen.link,
+            between=between,
+            all_reduce="hierarchical",
+        ),
         environment={"source": "data sheets"},
     )
 

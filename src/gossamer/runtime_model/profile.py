@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import (
     BaseModel,
@@ -60,6 +60,9 @@ class Network(_Value):
 
     between: Link
     """A node's link to all others, which its workers share."""
+
+    all_reduce: Literal["ring", "hierarchical"] = "ring"
+    """One ring of all workers, as Gloo, or stages inside and between nodes, as NCCL."""
 
     reduce_efficiency: float = Field(default=1.0, gt=0, le=2)
     """Rate of an all-reduce over that of the links it crosses."""
