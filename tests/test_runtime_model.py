@@ -78,7 +78,7 @@ def small_profile(**changes: object) -> Profile:
 
 
 @pytest.mark.parametrize(("order", "form"), FORMS, ids=lambda each: each.__name__)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(f=QUARTERS, b=st.integers(1, 6), backward=QUARTERS, theta=QUARTERS, c=QUARTERS)
 def test_closed_forms_are_what_the_recursion_comes_to(
     order: Order,
@@ -91,7 +91,7 @@ def test_closed_forms_are_what_the_recursion_comes_to(
 ) -> None:
     """Without variance and with equal buckets the recursion gives the closed form to 1e-9."""
     method = equal_buckets(order, f, b, backward, theta, c)
-    predicted = predict(method, Trials(iterations=12, warmup=200))
+    predicted = predict(method, Trials(iterations=12, warmup=160))
     expected = form(f=f, b=b, B=backward, theta=theta, c=c)
     assert predicted.mean_s == pytest.approx(expected, rel=1e-9)
     assert predicted.exposed_s == pytest.approx(expected - method.compute.total_s, abs=1e-7)

@@ -121,7 +121,7 @@ METHODS: dict[str, Build] = {
 }
 """Methods that are no gossip; a topology's text names those that are."""
 
-TOPOLOGIES = ("complete", "exponential", "ring", "one_peer_ring", "one_peer_exponential", "aer")
+TOPOLOGIES = ("complete", "ring", "one_peer_ring", "one_peer_exponential", "aer")
 """Those that a plan looks at."""
 
 
