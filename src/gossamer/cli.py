@@ -16,7 +16,7 @@ from rich.table import Table
 from gossamer.errors import UserError
 from gossamer.lab.command import lab_command
 from gossamer.picture import first_rounds
-from gossamer.runtime_model.command import plan_command
+from gossamer.runtime_model.command import plan_command, profile_command
 from gossamer.topology import CATALOGUE, Round, Schedule, parse
 from gossamer.topology.catalogue import example
 from gossamer.topology.summary import Summary, summarize
@@ -84,6 +84,7 @@ def demo(
 
 
 app.command("lab", rich_help_panel="Measure")(lab_command)
+app.command("profile", rich_help_panel="Measure")(profile_command)
 app.command("plan", rich_help_panel="Measure")(plan_command)
 
 

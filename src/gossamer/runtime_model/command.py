@@ -1,4 +1,4 @@
-"""The verb `gossamer plan`: read a profile, plan, print."""
+"""The verbs `gossamer profile` and `gossamer plan`: from a job to a file, from it to advice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from rich.table import Table
 
 from gossamer.errors import UserError
 from gossamer.runtime_model.plan import Plan, Row, make_plan
-from gossamer.runtime_model.profile import Profile, read_profile
+from gossamer.runtime_model.presets import GPUS, LINKS, from_data_sheet
+from gossamer.runtime_model.profile import Profile, read_profile, write_profile
 
 
 def plan_command(
@@ -47,6 +48,54 @@ def plan_command(
 
         page.write_page(plan, html)
         Console(stderr=True).print(f"wrote {html}", highlight=False)
+
+
+def profile_command(  # noqa: PLR0913 - one parameter per option
+    workload: Annotated[str, typer.Argument(help="A workload to measure, under torchrun.")] = "",
+    out: Annotated[Path, typer.Option(help="Where the profile goes.")] = Path("profile.json"),
+    steps: Annotated[int, typer.Option(min=2, help="Measured steps.")] = 30,
+    gpu: Annotated[str, typer.Option(help=f"From data sheets: {', '.join(GPUS)}.")] = "",
+    link: Annotated[str, typer.Option(help=f"Between nodes: {', '.join(LINKS)}.")] = "100gbit",
+    params: Annotated[float, typer.Option(help="Parameters of the model.")] = 25.6e6,
+    flops: Annotated[
+        float, typer.Option(help="Operations of a worker's step; 0: 6 per parameter and sample.")
+    ] = 0.0,
+    samples: Annotated[
+        float, typer.Option(help="Samples or tokens of a worker's step, where --flops is 0.")
+    ] = 4096,
+    efficiency: Annotated[float, typer.Option(help="Share of the GPU's peak.")] = 0.3,
+    variance: Annotated[float, typer.Option(help="Of normalized compute time.")] = 0.0,
+    workers: Annotated[int, typer.Option(min=1, help="Workers that the batch is for.")] = 8,
+    per_node: Annotated[int, typer.Option(min=1, help="Workers of a node.")] = 8,
+) -> None:
+    """Write a profile: measured under torchrun or in the lab, or from data sheets.
+
+    Examples: `torchrun --nproc-per-node 4 -m gossamer profile digits-mlp`, `gossamer lab --hosts 4
+    --rate 300mbit -- gossamer profile digits-mlp`, `gossamer profile --gpu a100 --params 65e6`.
+    A script of your own takes two lines, see docs/runtime_model.md.
+    """
+    if bool(gpu) == bool(workload):
+        raise UserError(
+            f"a profile is of a workload or a --gpu, got {'both' if gpu else 'neither'}; "
+            "write for example gossamer profile --gpu a100 --params 65e6"
+        )
+    if workload:
+        from gossamer.runtime_model.measure import measure_workload  # torch takes a while to import
+
+        measure_workload(workload, out, steps)
+    else:
+        sheet = from_data_sheet(
+            gpu,
+            link,
+            parameters=params,
+            flops=flops or 6 * params * samples,
+            workers=workers,
+            workers_per_node=per_node,
+            efficiency=efficiency,
+            variance=variance,
+        )
+        write_profile(sheet, out)
+        Console(stderr=True).print(f"wrote {out}: {describe(sheet)}", highlight=False)
 
 
 def _scales(text: str) -> list[int]:
