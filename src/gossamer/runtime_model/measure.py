@@ -27,14 +27,16 @@ from torch.utils.hooks import RemovableHandle
 
 from gossamer.engine.spec import RunSpec
 from gossamer.errors import UserError
+from gossamer.gossip import Gossip, decentralize
 from gossamer.runtime_model.links import measure_network
 from gossamer.runtime_model.presets import BUCKET_BYTES, FIRST_BUCKET_BYTES
-from gossamer.runtime_model.profile import Bucket, Profile, write_profile
+from gossamer.runtime_model.profile import Bucket, Hooks, Network, Profile, write_profile
 from gossamer.workloads import Draw, draw_batches
 
 _MOST_FACTORS = 2000
 _PASSES = 5
 _WARMUP = 5
+_TINY_STEPS = 40
 
 
 def measure(
@@ -82,6 +84,7 @@ def measure(
         "name": name or type(model).__name__,
         "workers": group.size(),
         "network": network,
+        "hooks": _measure_hooks(group, network, trained[0].device),
         "pairs": pairs,
         "environment": environment,
     }
@@ -146,6 +149,11 @@ class _Stopwatch:
         return time.perf_counter()
 
     def _forward_starts(self, *_: Any) -> None:
+        if len(self._steps) == self._warmup + self._num_steps:
+            # Only now: an optimizer walks through its hooks while they run.
+            for hook in self._hooks:
+                hook.remove()
+            return
         if self._late is None:
             # Registered only now, so that it comes after the hook in which gossip waits and mixes.
             self._late = self._optimizers[0].register_step_pre_hook(self._update_starts)
@@ -173,8 +181,6 @@ class _Stopwatch:
             self._steps.append(self._now)
         self._now = _Step(self._clock())
         if len(self._steps) == self._warmup + self._num_steps:
-            for hook in self._hooks:
-                hook.remove()
             self._finish(self._trained, self._steps[self._warmup :])
 
 
@@ -261,6 +267,42 @@ def _mix_s(num_bytes: int, device: torch.device) -> float:
             torch.accelerator.synchronize()
         took.append(time.perf_counter() - began)
     return statistics.median(took)
+
+
+def _measure_hooks(group: ProcessGroup, network: Network, device: torch.device) -> Hooks:
+    """Return what is left of steps of next to no parameters, without their messages' latency."""
+    latency_s = network.between.latency_s
+
+    def step_s(wrap: Callable[[nn.Module, Optimizer], nn.Module]) -> float:
+        own = nn.Linear(1, 1).to(device)
+        optimizer = torch.optim.SGD(own.parameters(), lr=0.0)
+        model, inputs = wrap(own, optimizer), torch.ones(1, 1, device=device)
+        took: list[float] = []
+        for _ in range(_TINY_STEPS):
+            began = time.perf_counter()
+            optimizer.zero_grad()
+            model(inputs).sum().backward()
+            optimizer.step()
+            if device.type != "cpu":
+                torch.accelerator.synchronize()
+            took.append(time.perf_counter() - began)
+        return statistics.median(took)
+
+    def gossiping(model: nn.Module, optimizer: Optimizer) -> nn.Module:
+        handles.append(decentralize(model, optimizer, process_group=group))
+        return model
+
+    handles: list[Gossip] = []
+    alone_s = step_s(lambda model, optimizer: model)
+    ddp_s = step_s(lambda model, optimizer: DistributedDataParallel(model, process_group=group))
+    gossip_s = step_s(gossiping)
+    for handle in handles:
+        handle.close()
+    turns = 2 * (group.size() - 1)
+    return Hooks(
+        ddp_s=max(0.0, ddp_s - alone_s - turns * latency_s),
+        gossip_s=max(0.0, gossip_s - alone_s - latency_s),
+    )
 
 
 def _group(process_group: ProcessGroup | None) -> ProcessGroup:

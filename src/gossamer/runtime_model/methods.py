@@ -50,15 +50,20 @@ class Job(NamedTuple):
         """Sizes of the buckets."""
         return [bucket.num_bytes for bucket in self.profile.buckets]
 
-    def compute(self, passes: float) -> Compute:
-        """Return what a worker computes, with so many passes over the parameters per iteration."""
+    def compute(self, passes: float, hooks_s: float = 0.0) -> Compute:
+        """Return what a worker computes.
+
+        Args:
+            passes: how often per iteration the method goes over all parameters.
+            hooks_s: what its own code takes.
+        """
         profile = self.profile
         shares = [bucket.num_bytes / profile.num_bytes for bucket in profile.buckets]
         return Compute(
             forward_s=profile.forward_s + profile.other_s,
             backward_s=tuple(bucket.backward_s for bucket in profile.buckets),
             update_s=tuple(
-                bucket.update_s + passes * profile.mix_s * share
+                bucket.update_s + (passes * profile.mix_s + hooks_s) * share
                 for bucket, share in zip(profile.buckets, shares, strict=True)
             ),
         )
@@ -84,7 +89,8 @@ def ddp(job: Job) -> Method:
     """All-reduce of gradients, bucket by bucket, during the backward pass."""
     exchange = costs.all_reduce(job.links, job.bucket_bytes)
     # Gradients are copied into buckets and back.
-    return Method(in_backward, job.compute(2), job.links.num_workers, lambda step: exchange)
+    compute = job.compute(2, job.profile.hooks.ddp_s)
+    return Method(in_backward, compute, job.links.num_workers, lambda step: exchange)
 
 
 def post_local_sgd(job: Job, *, period: int) -> Method:
@@ -111,8 +117,8 @@ def gossip(job: Job, *, schedule: Schedule, order: Order = whole_step) -> Method
 
     # A message is mixed in one pass; an all-reduce is copied to and from.
     reduced = [schedule.round(step).degree > 1 for step in range(schedule.period or 8)]
-    passes = 1 + float(np.mean(reduced))
-    return Method(order, job.compute(passes), job.links.num_workers, exchange)
+    compute = job.compute(1 + float(np.mean(reduced)), job.profile.hooks.gossip_s)
+    return Method(order, compute, job.links.num_workers, exchange)
 
 
 METHODS: dict[str, Build] = {

@@ -71,6 +71,13 @@ class Network(_Value):
     """Rate at which a worker receives from two others over that from one."""
 
 
+class Hooks(_Value):
+    """What a method's own code takes of every step, besides its passes over the parameters."""
+
+    ddp_s: NonNegativeFloat = 0.0
+    gossip_s: NonNegativeFloat = 0.0
+
+
 class Pair(_Value):
     """What was measured from one rank to another and back."""
 
@@ -97,6 +104,9 @@ class Profile(_Value):
 
     mix_s: NonNegativeFloat = 0.0
     """One pass over the parameters that mixes in a neighbour's."""
+
+    hooks: Hooks = Hooks()
+    """Matters where a step takes milliseconds."""
 
     variance: NonNegativeFloat = 0.0
     """Of the normalized compute time, over workers and steps."""
