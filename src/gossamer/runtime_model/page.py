@@ -147,7 +147,8 @@ def _add_timeline(figure: Figure, events: Sequence[Event], row: int) -> None:
             y=[lanes[2 * event.worker + (task == "C")] for event in own],
             x=[1e3 * (event.end_s - event.start_s) for event in own],
             base=[1e3 * event.start_s for event in own],
-            marker={"color": color, "line": {"color": "white", "width": 0.6}},
+            # Lines between buckets, but none where they would hide bars as thin as they are.
+            marker={"color": color, "line": {"color": "white", "width": 0.6 * (task in "BC")}},
             customdata=[(event.iteration, event.bucket) for event in own],
             hovertemplate="iteration %{customdata[0]}, bucket %{customdata[1]}: %{x:.3g} ms",
             name=name,
