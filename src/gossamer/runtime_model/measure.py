@@ -30,7 +30,7 @@ from gossamer.errors import UserError
 from gossamer.gossip import Gossip, decentralize
 from gossamer.runtime_model.links import measure_network
 from gossamer.runtime_model.presets import BUCKET_BYTES, FIRST_BUCKET_BYTES
-from gossamer.runtime_model.profile import Bucket, Hooks, Network, Profile, write_profile
+from gossamer.runtime_model.profile import Bucket, Hooks, Profile, write_profile
 from gossamer.workloads import Draw, draw_batches
 
 _MOST_FACTORS = 2000
@@ -84,7 +84,7 @@ def measure(
         "name": name or type(model).__name__,
         "workers": group.size(),
         "network": network,
-        "hooks": _measure_hooks(group, network, trained[0].device),
+        "hooks": _measure_hooks(group, trained[0].device),
         "pairs": pairs,
         "environment": environment,
     }
@@ -269,9 +269,12 @@ def _mix_s(num_bytes: int, device: torch.device) -> float:
     return statistics.median(took)
 
 
-def _measure_hooks(group: ProcessGroup, network: Network, device: torch.device) -> Hooks:
-    """Return what is left of steps of next to no parameters, without their messages' latency."""
-    latency_s = network.between.latency_s
+def _measure_hooks(group: ProcessGroup, device: torch.device) -> Hooks:
+    """Return what steps of next to no parameters take of the thread that trains.
+
+    Its processor time, not the time that passes: with nothing to compute a step mostly waits for
+    its messages, and those are in the model already.
+    """
 
     def step_s(wrap: Callable[[nn.Module, Optimizer], nn.Module]) -> float:
         own = nn.Linear(1, 1).to(device)
@@ -279,13 +282,11 @@ def _measure_hooks(group: ProcessGroup, network: Network, device: torch.device) 
         model, inputs = wrap(own, optimizer), torch.ones(1, 1, device=device)
         took: list[float] = []
         for _ in range(_TINY_STEPS):
-            began = time.perf_counter()
+            began = time.thread_time()
             optimizer.zero_grad()
             model(inputs).sum().backward()
             optimizer.step()
-            if device.type != "cpu":
-                torch.accelerator.synchronize()
-            took.append(time.perf_counter() - began)
+            took.append(time.thread_time() - began)
         return statistics.median(took)
 
     def gossiping(model: nn.Module, optimizer: Optimizer) -> nn.Module:
@@ -298,11 +299,7 @@ def _measure_hooks(group: ProcessGroup, network: Network, device: torch.device) 
     gossip_s = step_s(gossiping)
     for handle in handles:
         handle.close()
-    turns = 2 * (group.size() - 1)
-    return Hooks(
-        ddp_s=max(0.0, ddp_s - alone_s - turns * latency_s),
-        gossip_s=max(0.0, gossip_s - alone_s - latency_s),
-    )
+    return Hooks(ddp_s=max(0.0, ddp_s - alone_s), gossip_s=max(0.0, gossip_s - alone_s))
 
 
 def _group(process_group: ProcessGroup | None) -> ProcessGroup:
