@@ -5,26 +5,20 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import platform
 import sys
 from collections.abc import Generator
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Annotated, Any
 
-import torch
 import typer
-from rich.console import Console
 
 from benchmarks.cluster.methods import METHODS, missing
-from benchmarks.cluster.report import Row, Sample, rows, table
-from benchmarks.cluster.worker import SAMPLE, Task
+from benchmarks.cluster.report import Row, table
+from benchmarks.cluster.run import console, environment, measure
+from benchmarks.cluster.worker import WARMUP, Task
 from gossamer.errors import UserError
-from gossamer.lab import Cluster, HostFailed, one_switch
-
-_SCHEMA = 1
-_console = Console(stderr=True, highlight=False, width=120)
+from gossamer.lab import one_switch
 
 
 def main(  # noqa: PLR0913 - one parameter per option
@@ -44,7 +38,7 @@ def main(  # noqa: PLR0913 - one parameter per option
         methods=_methods(method or list(METHODS)),
         rounds=rounds,
         steps=steps,
-        warmup=3,
+        warmup=WARMUP,
         params=round(params),
         layers=layers,
         compute_ms=compute_ms,
@@ -53,15 +47,15 @@ def main(  # noqa: PLR0913 - one parameter per option
     )
     all_rows: list[Row] = []
     with _lines(json_file) as lines:
-        _write(lines, "run", {**_environment(), "hosts": hosts, **asdict(task)})
+        _write(lines, "run", {**environment(), "hosts": hosts, **asdict(task)})
         for each in rate or ["300mbit"]:
-            samples, some = _measure(task, hosts, each)
+            samples, some = measure(task, one_switch(hosts, each), each)
             for sample in samples:
                 _write(lines, "sample", {"rate": each, **sample})
             for row in some:
                 _write(lines, "row", asdict(row))
             all_rows += some
-    _console.print(table(all_rows))
+    console.print(table(all_rows))
 
 
 def _methods(names: list[str]) -> list[str]:
@@ -71,57 +65,8 @@ def _methods(names: list[str]) -> list[str]:
     reasons = {name: missing(name) for name in names}
     for name, reason in reasons.items():
         if reason:
-            _console.print(f"skipped {name}: {reason}", markup=False)
+            console.print(f"skipped {name}: {reason}", markup=False)
     return [name for name in names if not reasons[name]]
-
-
-def _measure(task: Task, hosts: int, rate: str) -> tuple[list[Sample], list[Row]]:
-    layout = one_switch(hosts, rate)
-    samples: list[Sample] = []
-
-    def collect(host: str, line: str) -> None:
-        if not line.startswith(SAMPLE):
-            _console.print(f"[{host}] {line}", markup=False)
-            return
-        sample: Sample = json.loads(line.removeprefix(SAMPLE))
-        samples.append(sample)
-        if sample["rank"] == 0:
-            result = sample.get("error") or f"{sample['ms_per_step']:.0f} ms"
-            _console.print(f"{rate} round {sample['round']} {sample['method']}: {result}")
-
-    command = [sys.executable, "-m", "benchmarks.cluster.worker", task.to_json()]
-    environment = {"LOGURU_LEVEL": "WARNING", "OMP_NUM_THREADS": "1"}
-    with Cluster(layout) as cluster:
-        try:
-            cluster.run(command, environment=environment, sink=collect)
-        except HostFailed as error:
-            # What was measured before is worth a row.
-            _console.print(str(error), markup=False)
-    return samples, rows(samples, rate, min(host.rate_bits_s for host in layout.hosts))
-
-
-def _environment() -> dict[str, Any]:
-    return {
-        "schema": _SCHEMA,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": sys.argv[1:],
-        "torch": torch.__version__,
-        "kernel": platform.release(),
-        "processors": _processors(),
-    }
-
-
-def _processors() -> str:
-    models = [
-        line.partition(":")[2].strip()
-        for line in _read("/proc/cpuinfo").split("\n")
-        if line.startswith("model name")
-    ]
-    return f"{len(models)} x {models[0] if models else 'unknown'}"
-
-
-def _read(path: str) -> str:
-    return Path(path).read_text().strip()
 
 
 def _write(lines: IO[str], kind: str, fields: dict[str, Any]) -> None:
@@ -145,5 +90,5 @@ if __name__ == "__main__":
     try:
         typer.run(main)
     except UserError as error:
-        _console.print(f"error: {error}", markup=False)
+        console.print(f"error: {error}", markup=False)
         sys.exit(2)

@@ -40,12 +40,15 @@ class Workers:
 Setup = Callable[[nn.Module, Workers], Step]
 
 
-def _adam(params: Iterable[Tensor]) -> Optimizer:
+def adam(params: Iterable[Tensor]) -> Optimizer:
+    """Return the optimizer of all methods."""
     # Fused, because it leaves the processors, which all hosts share, the most room.
     return torch.optim.Adam(params, lr=1e-4, fused=True)
 
 
-def _training_step(model: nn.Module, optimizer: Optimizer, batch: Tensor) -> Step:
+def training_step(model: nn.Module, optimizer: Optimizer, batch: Tensor) -> Step:
+    """Return an ordinary step."""
+
     def step() -> None:
         optimizer.zero_grad()
         model(batch).mean().backward()
@@ -56,13 +59,13 @@ def _training_step(model: nn.Module, optimizer: Optimizer, batch: Tensor) -> Ste
 
 def local(model: nn.Module, workers: Workers) -> Step:
     """Every worker for itself."""
-    return _training_step(model, _adam(model.parameters()), workers.batch)
+    return training_step(model, adam(model.parameters()), workers.batch)
 
 
 def ddp(model: nn.Module, workers: Workers) -> Step:
     """Torch's DistributedDataParallel with its defaults."""
     wrapped = DistributedDataParallel(model)
-    return _training_step(wrapped, _adam(wrapped.parameters()), workers.batch)
+    return training_step(wrapped, adam(wrapped.parameters()), workers.batch)
 
 
 def post_local(model: nn.Module, workers: Workers, *, period: int) -> Step:
@@ -79,8 +82,8 @@ def post_local(model: nn.Module, workers: Workers, *, period: int) -> Step:
     )
     wrapped.register_comm_hook(state, post_local_sgd.post_localSGD_hook)
     averager = PeriodicModelAverager(period=period, warmup_steps=1)
-    optimizer = PostLocalSGDOptimizer(_adam(wrapped.parameters()), averager)
-    return _training_step(wrapped, optimizer, workers.batch)
+    optimizer = PostLocalSGDOptimizer(adam(wrapped.parameters()), averager)
+    return training_step(wrapped, optimizer, workers.batch)
 
 
 def decent_dp(model: nn.Module, workers: Workers, *, topology: str, node: int = 1) -> Step:
@@ -88,7 +91,7 @@ def decent_dp(model: nn.Module, workers: Workers, *, topology: str, node: int = 
     from decent_dp.ddp import DecentralizedDataParallel  # pyright: ignore[reportMissingImports]
 
     def optimizer(params: list[tuple[str, Tensor]]) -> Optimizer:
-        return _adam(param for _, param in params)
+        return adam(param for _, param in params)
 
     wrapped = DecentralizedDataParallel(model, optimizer, topology=topology, _local_world_size=node)
 
@@ -100,9 +103,9 @@ def decent_dp(model: nn.Module, workers: Workers, *, topology: str, node: int = 
 
 def gossip(model: nn.Module, workers: Workers, *, topology: str) -> Step:
     """Gossamer, overlapped, as one line in an ordinary loop."""
-    optimizer = _adam(model.parameters())
+    optimizer = adam(model.parameters())
     gossamer.decentralize(model, optimizer, topology)
-    return _training_step(model, optimizer, workers.batch)
+    return training_step(model, optimizer, workers.batch)
 
 
 METHODS: dict[str, Setup] = {

@@ -26,6 +26,9 @@ from gossamer.lab.compute import EmulatedModel
 from gossamer.lab.network import INTERFACE, sent_bytes
 
 SAMPLE = "sample:"
+WARMUP = 3
+"""Steps before the timed ones."""
+
 _BATCH = 4
 _GROUP_TIMEOUT = timedelta(seconds=60)
 _FIRST_PORT = 30000

@@ -26,8 +26,8 @@ _LAZY = {
     "decentralize": "gossamer.gossip",
 }
 _PACKAGES = (
-    *("consensus", "engine", "gossip", "lab", "optim", "records", "simulate", "topology"),
-    "workloads",
+    *("consensus", "engine", "gossip", "lab", "optim", "records", "runtime_model", "simulate"),
+    *("topology", "workloads"),
 )
 
 

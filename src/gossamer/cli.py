@@ -17,6 +17,7 @@ from gossamer.bench.command import bench_app, data_command, demo_command
 from gossamer.errors import UserError
 from gossamer.lab.command import lab_command
 from gossamer.picture import first_rounds
+from gossamer.runtime_model.command import plan_command, profile_command
 from gossamer.topology import CATALOGUE, Round, Schedule, parse
 from gossamer.topology.catalogue import example
 from gossamer.topology.summary import Summary, summarize
@@ -75,6 +76,8 @@ app.command("demo", rich_help_panel="Measure")(demo_command)
 app.command("data", rich_help_panel="Measure")(data_command)
 app.command("lab", rich_help_panel="Measure")(lab_command)
 app.add_typer(bench_app, name="bench", rich_help_panel="Measure")
+app.command("profile", rich_help_panel="Measure")(profile_command)
+app.command("plan", rich_help_panel="Measure")(plan_command)
 
 
 def _build(name: str | None, workers: int) -> tuple[list[Schedule], dict[str, str]]:

@@ -1,0 +1,86 @@
+"""Run a task's methods on the hosts of a layout, and collect what they measured."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from benchmarks.cluster.report import Row, Sample, rows
+from benchmarks.cluster.worker import SAMPLE, Task
+from gossamer.lab import Cluster, HostFailed, Layout
+
+_SCHEMA = 1
+console = Console(stderr=True, highlight=False, width=120)
+
+
+def measure(
+    task: Task,
+    layout: Layout,
+    rate: str,
+    *,
+    worker: str = "benchmarks.cluster.worker",
+    variables: Mapping[str, str] | None = None,
+) -> tuple[list[Sample], list[Row]]:
+    """Return the raw samples and a row per method.
+
+    Args:
+        task: what is measured.
+        layout: hosts and links.
+        rate: what the rows call them.
+        worker: the module that runs on each host.
+        variables: more of its environment.
+    """
+    samples: list[Sample] = []
+
+    def collect(host: str, line: str) -> None:
+        if not line.startswith(SAMPLE):
+            console.print(f"[{host}] {line}", markup=False)
+            return
+        sample: Sample = json.loads(line.removeprefix(SAMPLE))
+        samples.append(sample)
+        if sample["rank"] == 0:
+            result = sample.get("error") or f"{sample['ms_per_step']:.0f} ms"
+            console.print(f"{rate} round {sample['round']} {sample['method']}: {result}")
+
+    command = [sys.executable, "-m", worker, task.to_json()]
+    quiet = {"LOGURU_LEVEL": "WARNING", "OMP_NUM_THREADS": "1", **(variables or {})}
+    with Cluster(layout) as cluster:
+        try:
+            cluster.run(command, environment=quiet, sink=collect)
+        except HostFailed as error:
+            # What was measured before is worth a row.
+            console.print(str(error), markup=False)
+    return samples, rows(samples, rate, min(host.rate_bits_s for host in layout.hosts))
+
+
+def environment() -> dict[str, Any]:
+    """Return what a run's first record says about the machine."""
+    return {
+        "schema": _SCHEMA,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": sys.argv[1:],
+        "torch": torch.__version__,
+        "kernel": platform.release(),
+        "processors": _processors(),
+    }
+
+
+def _processors() -> str:
+    models = [
+        line.partition(":")[2].strip()
+        for line in _read("/proc/cpuinfo").split("\n")
+        if line.startswith("model name")
+    ]
+    return f"{len(models)} x {models[0] if models else 'unknown'}"
+
+
+def _read(path: str) -> str:
+    return Path(path).read_text().strip()

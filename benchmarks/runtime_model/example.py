@@ -1,0 +1,116 @@
+"""Profile examples/ddp_to_gossip.py in the lab, plan, and measure whether the plan was right.
+
+    python -m benchmarks.runtime_model.example --rate 10gbit --rate 10mbit
+
+At each rate the example runs three times on four hosts: with the two lines that profile it, as it
+is, and as examples/ddp.py. One JSON line per rate.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.cluster.run import console
+from gossamer.errors import UserError
+from gossamer.lab import Cluster, one_switch
+from gossamer.runtime_model import read_profile
+from gossamer.runtime_model.plan import make_plan
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+GOSSIP, DDP = EXAMPLES / "ddp_to_gossip.py", EXAMPLES / "ddp.py"
+TOPOLOGY = "one_peer_exponential"
+"""Of the example."""
+
+OPTIMIZER = "optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)\n"
+TWO_LINES = """\
+from gossamer.runtime_model.measure import measure
+measure(model, optimizer, {path!r}, name="examples/ddp_to_gossip.py", steps=100)
+"""
+_RESULT = "median step: "
+_WARMUP = 20
+
+
+def main(
+    rate: Annotated[list[str], typer.Option(help="Repeatable.")] = ["10gbit", "10mbit"],  # noqa: B006
+    hosts: Annotated[int, typer.Option(help="Number of hosts.")] = 4,
+    rounds: Annotated[int, typer.Option(help="How often each script is measured.")] = 3,
+    run: Annotated[str, typer.Option(hidden=True)] = "",
+) -> None:
+    """Profile, plan and measure the example at some rates."""
+    if run:
+        _run_script(Path(run))
+        return
+    for each in rate:
+        print(json.dumps(_compare(each, hosts, rounds)), flush=True)
+
+
+def _compare(rate: str, hosts: int, rounds: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="gossamer-example-") as folder:
+        path, script = Path(folder) / "profile.json", Path(folder) / "profiled.py"
+        source = GOSSIP.read_text()
+        assert OPTIMIZER in source
+        lines = OPTIMIZER + TWO_LINES.format(path=str(path))
+        script.write_text(source.replace(OPTIMIZER, lines))
+        with Cluster(one_switch(hosts, rate)) as cluster:
+            _step_ms(cluster, script)
+            measured = [(_step_ms(cluster, DDP), _step_ms(cluster, GOSSIP)) for _ in range(rounds)]
+        profile = read_profile(path)
+    plan = make_plan(profile, [hosts], topologies=[TOPOLOGY])
+    ddp_ms, gossip_ms = (statistics.median(column) for column in zip(*measured, strict=True))
+    advice = plan.advice[0]
+    faster = "ddp" if ddp_ms < gossip_ms else TOPOLOGY
+    return {
+        "rate": rate,
+        "advice": advice.method,
+        "reason": advice.reason,
+        "predicted_ms": {row.method: 1e3 * row.prediction.mean_s for row in plan.rows},
+        "ddp_ms": ddp_ms,
+        "gossip_ms": gossip_ms,
+        "rounds_ms": measured,
+        "right": advice.method == faster,
+        "profile": profile.model_dump(mode="json", exclude={"factors", "pairs"}),
+    }
+
+
+def _step_ms(cluster: Cluster, script: Path) -> float:
+    """Return the median time between two steps of the optimizer, of the slowest host."""
+    found: list[float] = []
+
+    def collect(host: str, line: str) -> None:
+        if line.startswith(_RESULT):
+            found.append(float(line.removeprefix(_RESULT)))
+        else:
+            console.print(f"[{host}] {line}", markup=False)
+
+    command = [sys.executable, "-m", "benchmarks.runtime_model.example", "--run", str(script)]
+    cluster.run(command, sink=collect, timeout_s=300)
+    return max(found)
+
+
+def _run_script(script: Path) -> None:
+    from torch.optim.optimizer import register_optimizer_step_post_hook
+
+    stamps: list[float] = []
+    register_optimizer_step_post_hook(lambda *_: stamps.append(time.perf_counter()))
+    runpy.run_path(str(script), run_name="__main__")
+    intervals = [b - a for a, b in zip(stamps[_WARMUP:], stamps[_WARMUP + 1 :], strict=False)]
+    print(f"{_RESULT}{1e3 * statistics.median(intervals)}", flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    try:
+        typer.run(main)
+    except UserError as error:
+        console.print(f"error: {error}", markup=False)
+        sys.exit(2)

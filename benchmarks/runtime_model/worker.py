@@ -1,0 +1,36 @@
+"""What runs on each host: the methods of benchmarks.cluster, and one that writes a profile."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+
+from torch import nn
+
+from benchmarks.cluster.methods import METHODS, Step, Workers, adam, gossip, training_step
+from benchmarks.cluster.worker import WARMUP, main
+from gossamer.lab.compute import EmulatedModel
+from gossamer.runtime_model.measure import measure
+
+PROFILE = "profile"
+PATH, STEPS = "GOSSAMER_PROFILE_PATH", "GOSSAMER_PROFILE_STEPS"
+
+
+def profiled(model: nn.Module, workers: Workers) -> Step:
+    """Local training that is timed."""
+    assert isinstance(model, EmulatedModel)
+    # Other compute times than those that the methods will draw: a prediction must not know them.
+    for _ in range(1000):
+        model.pace.advance()
+    optimizer = adam(model.parameters())
+    steps = int(os.environ[STEPS])
+    measure(model, optimizer, os.environ[PATH], steps=steps, warmup=WARMUP, name="emulated")
+    return training_step(model, optimizer, workers.batch)
+
+
+if __name__ == "__main__":
+    METHODS[PROFILE] = profiled
+    # The graph of the nodes that there are; where each host is a node, hosts in pairs.
+    per_node = max(2, int(os.environ["LOCAL_WORLD_SIZE"]))
+    METHODS["gossamer(aer)"] = partial(gossip, topology=f"aer(workers_per_node={per_node})")
+    main()

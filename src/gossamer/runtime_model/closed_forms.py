@@ -1,0 +1,31 @@
+"""Iteration times without variance, with equal buckets and workers.
+
+f: forward, B: backward of a bucket, θ: its update, c: its exchange, b: how many buckets.
+They are what the recursion comes to, and are tested against it; use them for insight.
+"""
+
+from __future__ import annotations
+
+
+def bucket_wise_s(*, f: float, b: int, B: float, theta: float, c: float) -> float:
+    """Return max(f + b(B + θ), b·c, c + θ): compute, the wire, or one bucket's own circle.
+
+    >>> bucket_wise_s(f=1.0, b=4, B=0.5, theta=0.1, c=1.0)
+    4.0
+    """
+    return max(f + b * (B + theta), b * c, c + theta)
+
+
+def whole_step_s(*, f: float, b: int, B: float, theta: float, c: float) -> float:
+    """Return max(f + b·B, b·c) + b·θ: the wire is idle while parameters are updated."""
+    return max(f + b * B, b * c) + b * theta
+
+
+def after_update_s(*, f: float, b: int, B: float, theta: float, c: float) -> float:
+    """Return f + b(B + θ + c): nothing is hidden."""
+    return f + b * (B + theta + c)
+
+
+def in_backward_s(*, f: float, b: int, B: float, theta: float, c: float) -> float:
+    """Return f + max(B + b·c, b·B + c) + b·θ: all but the first bucket's backward can hide C."""
+    return f + max(B + b * c, b * B + c) + b * theta

@@ -1,0 +1,228 @@
+"""What a round or an all-reduce costs on given links.
+
+Every message loads its sender's port, its receiver's, and where it leaves a node the links of both
+nodes. Messages of a round travel together, so a message takes as long as the busiest link on its
+way needs for all that it carries; a worker's part lasts as long as the longest of its messages.
+"""
+
+# W: workers, M: nodes, K: buckets, E: messages
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+
+from gossamer.errors import UserError
+from gossamer.runtime_model import profile as profiles
+from gossamer.runtime_model.model import Exchange, Meet
+from gossamer.topology import Round
+from gossamer.topology.round import FloatArray, IntArray
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """The links of a cluster; each carries its rate in both directions at once."""
+
+    node_of: IntArray
+    """Node of each worker, [W]."""
+
+    port_bits_s: FloatArray
+    """Rate of each worker's own link, [W]."""
+
+    uplink_bits_s: FloatArray
+    """Rate of the link that the workers of a node share, [M]."""
+
+    inside_latency_s: float = 0.0
+    between_latency_s: float = 0.0
+    hierarchical: bool = False
+    """Whether all-reduces run in stages, and not in one ring."""
+
+    reduce_efficiency: float = 1.0
+    fan_in_efficiency: float = 1.0
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers there are."""
+        return len(self.node_of)
+
+    @classmethod
+    def of(cls, network: profiles.Network, num_workers: int) -> Links:
+        """Return the links of a profile's network at some scale; the last node may not be full."""
+        if num_workers < 1:
+            raise UserError(f"a cluster has at least one worker, got {num_workers}; give 1 or more")
+        node_of = np.arange(num_workers) // network.workers_per_node
+        # A worker that has a node for itself has the node's link, and no other.
+        port = network.between if network.workers_per_node == 1 else network.inside
+        return cls(
+            node_of=node_of,
+            port_bits_s=np.full(num_workers, port.bits_s),
+            uplink_bits_s=np.full(int(node_of[-1]) + 1, network.between.bits_s),
+            inside_latency_s=network.inside.latency_s,
+            between_latency_s=network.between.latency_s,
+            hierarchical=network.all_reduce == "hierarchical",
+            reduce_efficiency=network.reduce_efficiency,
+            fan_in_efficiency=network.fan_in_efficiency,
+        )
+
+
+def alone(times: FloatArray) -> FloatArray:
+    """Meet nobody."""
+    return times
+
+
+def everyone(times: FloatArray) -> FloatArray:
+    """Meet all workers."""
+    return np.broadcast_to(times.max(axis=1, keepdims=True), times.shape)
+
+
+def nothing(num_workers: int, num_buckets: int) -> Exchange:
+    """Return the exchange of an iteration without communication."""
+    return Exchange(alone, np.zeros((num_workers, num_buckets)))
+
+
+def mix(links: Links, round: Round, bucket_bytes: Sequence[int]) -> Exchange:
+    """Return the exchange of a round, as gossip runs it.
+
+    Groups of three or more all-reduce; everything else is messages, which a worker
+    receives one after the other. It meets those it sends to as well: a message moves when both
+    ends are there, and its sends must be taken before it goes on.
+    """
+    groups = round.groups()
+    if groups is not None and round.degree > 1:
+        return Exchange(_within(groups), _reduce_cost(links, groups, bucket_bytes))
+    matrix = round.matrix().tocoo()
+    receivers, senders = (index.astype(np.int64) for index in matrix.coords)
+    between = receivers != senders
+    senders, receivers = senders[between], receivers[between]
+    per_bit_W = _busiest(links, senders, receivers, np.ones(len(senders)))
+    per_bit_W = np.where(round.in_degrees > 1, per_bit_W / links.fan_in_efficiency, per_bit_W)
+    latency_W = _sum_by(receivers, _latency(links, senders, receivers), links.num_workers)
+    meet = _within(groups) if groups is not None else _with_neighbours(round)
+    return Exchange(meet, _affine(latency_W, per_bit_W, bucket_bytes))
+
+
+def all_reduce(links: Links, bucket_bytes: Sequence[int]) -> Exchange:
+    """Return an all-reduce of everyone."""
+    groups = (np.arange(links.num_workers),)
+    return Exchange(everyone, _reduce_cost(links, groups, bucket_bytes))
+
+
+def _reduce_cost(
+    links: Links, groups: Sequence[IntArray], bucket_bytes: Sequence[int]
+) -> FloatArray:
+    """Return what all-reduces cost that run in all groups at once.
+
+    In one ring, in the order of ranks: each hop carries 2(g − 1)/g of the bytes, in 2(g − 1) turns.
+    In stages: reduce-scatter inside nodes, a ring for each worker's share across nodes, all-gather
+    inside; a node's link carries 2(M − 1)/M of the bytes. Groups that have not equally many members
+    on each node run in one ring.
+    """
+    per_bit_W, latency_W = np.zeros(links.num_workers), np.zeros(links.num_workers)
+    for rings, share_of_bytes in _stages(links, groups):
+        one_bit_W, one_turn_W = _ring_cost(links, rings, share_of_bytes)
+        per_bit_W += one_bit_W
+        latency_W += one_turn_W
+    for members in groups:
+        per_bit_W[members] = per_bit_W[members].max() / links.reduce_efficiency
+        latency_W[members] = latency_W[members].max()
+    return _affine(latency_W, per_bit_W, bucket_bytes)
+
+
+def _stages(links: Links, groups: Sequence[IntArray]) -> list[tuple[list[IntArray], list[float]]]:
+    """Return the rings of each stage, and the share of the bytes that each ring reduces."""
+    inside: list[IntArray] = []
+    across: list[IntArray] = []
+    shares: list[float] = []
+    for members in groups:
+        nodes, counts = np.unique(links.node_of[members], return_counts=True)
+        staged = links.hierarchical and len(nodes) > 1 and counts.min() == counts.max() > 1
+        if staged:
+            by_node = members[np.argsort(links.node_of[members], kind="stable")]
+            table = by_node.reshape(len(nodes), -1)
+            inside += list(table)
+            across += list(table.T)
+            shares += [1 / table.shape[1]] * table.shape[1]
+        else:
+            across.append(members)
+            shares.append(1.0)
+    return [(inside, [1.0] * len(inside)), (across, shares)]
+
+
+def _ring_cost(
+    links: Links, rings: Sequence[IntArray], shares: Sequence[float]
+) -> tuple[FloatArray, FloatArray]:
+    """Return seconds per bit and latency of each worker in rings that all-reduce at once."""
+    successor = np.arange(links.num_workers)
+    copies, turns = np.zeros(links.num_workers), np.zeros(links.num_workers)
+    for members, share in zip(rings, shares, strict=True):
+        successor[members] = np.roll(members, -1)
+        copies[members] = share * 2 * (len(members) - 1) / len(members)
+        turns[members] = 2 * (len(members) - 1)
+    senders = np.flatnonzero(turns)
+    receivers = successor[senders]
+    per_bit_W = _busiest(links, senders, receivers, copies[senders])
+    latency_W = np.zeros(links.num_workers)
+    latency_W[senders] = turns[senders] * _latency(links, senders, receivers)
+    return per_bit_W, latency_W
+
+
+def _affine(latency_W: FloatArray, per_bit_W: FloatArray, num_bytes: Sequence[int]) -> FloatArray:
+    return latency_W[:, None] + per_bit_W[:, None] * (8.0 * np.asarray(num_bytes))
+
+
+def _busiest(links: Links, senders: IntArray, receivers: IntArray, share: FloatArray) -> FloatArray:
+    """Return seconds per bit of a bucket for each worker's part; share: of the bucket, [E]."""
+    w, m = links.num_workers, len(links.uplink_bits_s)
+    sends = _sum_by(senders, share, w) / links.port_bits_s
+    takes = _sum_by(receivers, share, w) / links.port_bits_s
+    seconds_E = np.maximum(sends[senders], takes[receivers])
+    source, target = links.node_of[senders], links.node_of[receivers]
+    leaves = np.where(source != target, share, 0.0)
+    out = _sum_by(source, leaves, m) / links.uplink_bits_s
+    into = _sum_by(target, leaves, m) / links.uplink_bits_s
+    uplink_E = np.where(source != target, np.maximum(out[source], into[target]), 0.0)
+    seconds_E = np.maximum(seconds_E, uplink_E)
+    longest = np.zeros(w)
+    np.maximum.at(longest, senders, seconds_E)
+    np.maximum.at(longest, receivers, seconds_E)
+    return longest
+
+
+def _sum_by(index: IntArray, values: FloatArray, size: int) -> FloatArray:
+    return np.bincount(index, values, minlength=size).astype(np.float64)
+
+
+def _latency(links: Links, senders: IntArray, receivers: IntArray) -> FloatArray:
+    same = links.node_of[senders] == links.node_of[receivers]
+    return np.where(same, links.inside_latency_s, links.between_latency_s)
+
+
+def _within(groups: Sequence[IntArray]) -> Meet:
+    order = np.concatenate(groups)
+    starts = np.cumsum([0, *(len(members) for members in groups[:-1])])
+    sizes = [len(members) for members in groups]
+    back = np.argsort(order)
+
+    def meet(times: FloatArray) -> FloatArray:
+        latest = np.maximum.reduceat(times[:, order], starts, axis=1)
+        return np.repeat(latest, sizes, axis=1)[:, back]
+
+    return meet
+
+
+def _with_neighbours(round: Round) -> Meet:
+    matrix = round.matrix()
+    support = (matrix + matrix.T).tocsr()
+    support.setdiag(1.0)
+    support = support.tocsr()
+    support.sort_indices()
+    others, starts = support.indices.astype(np.int64), support.indptr[:-1].astype(np.int64)
+
+    def meet(times: FloatArray) -> FloatArray:
+        return np.maximum.reduceat(times[:, others], starts, axis=1)
+
+    return meet

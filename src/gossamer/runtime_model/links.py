@@ -1,0 +1,209 @@
+"""Measure the links between ranks, in the patterns in which training uses them.
+
+All ranks make the same calls. Pairs are measured one at a time, in both directions at once, which
+is how gossip exchanges; then all workers of a node with those of the next, which share its link;
+then an all-reduce, and a ring in which each rank receives from two.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from itertools import combinations
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from gossamer.runtime_model import costs
+from gossamer.runtime_model.profile import Link, Network, Pair
+from gossamer.topology import ring
+
+_PROBE_BYTES = 1 << 18
+_MOST_BYTES = 1 << 25
+_WINDOW_S = 0.25
+"""How long one transfer should take: long enough for a burst to weigh little."""
+
+_PINGS = 8
+_REPEATS = 3
+_MOST_PAIRS = 12
+
+
+def measure_network(
+    process_group: ProcessGroup, workers_per_node: int, device: torch.device
+) -> tuple[Network, list[Pair]]:
+    """Measure all links; a collective call of two or more ranks.
+
+    Args:
+        process_group: the ranks.
+        workers_per_node: consecutive ranks that share a node.
+        device: where training's tensors live.
+    """
+    probe = _Probe(process_group, device)
+    pairs = [probe.pair(*ranks) for ranks in _pairs(probe.size, workers_per_node)]
+    inside = [p.link for p in pairs if _same_node(p, workers_per_node)]
+    between = [p.link for p in pairs if not _same_node(p, workers_per_node)]
+    apart = _median(between or inside)
+    if between and workers_per_node > 1:
+        shared_bits_s = probe.node_rate(workers_per_node, apart)
+        apart = Link(bits_s=shared_bits_s, latency_s=apart.latency_s)
+    network = Network(
+        workers_per_node=workers_per_node,
+        inside=_median(inside) if inside else apart,
+        between=apart,
+    )
+    efficiencies = probe.efficiencies(costs.Links.of(network, probe.size))
+    return Network.model_validate({**network.model_dump(), **efficiencies}), pairs
+
+
+class _Probe:
+    """Timed transfers on one process group."""
+
+    def __init__(self, group: ProcessGroup, device: torch.device) -> None:
+        self._group = group
+        self._device = device
+        self.rank, self.size = group.rank(), group.size()
+
+    def pair(self, first: int, second: int) -> Pair:
+        """Measure the link between two ranks while all others wait; returns on all."""
+        seconds = torch.zeros(3, dtype=torch.float64, device=self._device)
+        if self.rank in (first, second):
+            peer = second if self.rank == first else first
+            pings = [self._time(lambda: self._exchange(peer, 8)) for _ in range(_PINGS)]
+            num_bytes = self._size_for(peer)
+            took = [self._time(lambda: self._exchange(peer, num_bytes)) for _ in range(_REPEATS)]
+            seconds[:] = torch.tensor([min(pings), statistics.median(took), num_bytes])
+        latency_s, took_s, sent = self._told_by(first, seconds)
+        return Pair(
+            ranks=(first, second),
+            link=Link(bits_s=8 * sent / max(took_s - latency_s, 1e-9), latency_s=latency_s),
+        )
+
+    def node_rate(self, workers_per_node: int, link: Link) -> float:
+        """Return the rate at which a whole node exchanges with the next one."""
+        num_bytes = _bytes_for(link.bits_s / workers_per_node)
+        partner = self.rank + workers_per_node * (1 if self.rank < workers_per_node else -1)
+        took: list[float] = []
+        for _ in range(_REPEATS):
+            self._barrier()
+            seconds = 0.0
+            if self.rank < 2 * workers_per_node:
+                seconds = self._time(lambda: self._exchange(partner, num_bytes))
+            took.append(self._slowest(seconds))
+        return 8 * num_bytes * workers_per_node / statistics.median(took)
+
+    def efficiencies(self, links: costs.Links) -> dict[str, float]:
+        """Return what an all-reduce and a ring reach of what the links alone would allow."""
+        slowest = float(min(links.port_bits_s.min(), links.uplink_bits_s.min()))
+        num_bytes = _bytes_for(slowest / 2)
+        reduced = torch.zeros(num_bytes // 4, device=self._device)
+        expected_s = float(costs.all_reduce(links, [num_bytes]).cost_WK.max())
+        took_s = self._together(lambda: self._all_reduce(reduced))
+        found = {"reduce_efficiency": _clip(expected_s / took_s)}
+        if self.size > 2:
+            expected_s = float(costs.mix(links, ring(self.size), [num_bytes]).cost_WK.max())
+            took_s = self._together(lambda: self._ring(num_bytes))
+            found["fan_in_efficiency"] = _clip(expected_s / took_s)
+        return found
+
+    def _exchange(self, peer: int, num_bytes: int) -> None:
+        # Posted before it is waited for: two ranks that both send first would wait for ever.
+        outgoing, incoming = (torch.zeros(num_bytes // 4, device=self._device) for _ in range(2))
+        self._run([(dist.irecv, incoming, peer), (dist.isend, outgoing, peer)])
+
+    def _ring(self, num_bytes: int) -> None:
+        """Receive from both neighbours, one after the other, as gossip does."""
+        after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        tensors = [torch.zeros(num_bytes // 4, device=self._device) for _ in range(3)]
+        if self._device.type != "cpu":
+            sends = [(dist.isend, tensors[0], peer) for peer in (after, before)]
+            self._run([(dist.irecv, tensors[1], after), (dist.irecv, tensors[2], before), *sends])
+            return
+        group = self._group
+        works = [group.recv([tensors[1]], after, 0)]
+        works += [group.send([tensors[0]], peer, 0) for peer in (after, before)]
+        works[0].wait()
+        group.recv([tensors[2]], before, 0).wait()
+        for work in works[1:]:
+            work.wait()
+
+    def _run(self, operations: list[tuple[Callable[..., object], Tensor, int]]) -> None:
+        posted = [
+            dist.P2POp(operation, tensor, group=self._group, group_peer=peer)
+            for operation, tensor, peer in operations
+        ]
+        for work in dist.batch_isend_irecv(posted):
+            work.wait()
+
+    def _all_reduce(self, tensor: Tensor) -> None:
+        dist.all_reduce(tensor, group=self._group)
+
+    def _size_for(self, peer: int) -> int:
+        """Return how many bytes take about the window; both ranks must use the same."""
+        seconds = self._time(lambda: self._exchange(peer, _PROBE_BYTES))
+        own = torch.tensor([_bytes_for(8 * _PROBE_BYTES / seconds)], device=self._device)
+        other = torch.zeros_like(own)
+        self._run([(dist.irecv, other, peer), (dist.isend, own, peer)])
+        return int(min(own.item(), other.item()))
+
+    def _together(self, act: Callable[[], None]) -> float:
+        took: list[float] = []
+        for _ in range(_REPEATS):
+            self._barrier()
+            took.append(self._slowest(self._time(act)))
+        return statistics.median(took)
+
+    def _time(self, act: Callable[[], None]) -> float:
+        began = time.perf_counter()
+        act()
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter() - began
+
+    def _slowest(self, seconds: float) -> float:
+        value = torch.tensor([seconds], dtype=torch.float64, device=self._device)
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=self._group)
+        return float(value.item())
+
+    def _told_by(self, rank: int, values: Tensor) -> list[float]:
+        """Return one rank's numbers on all; a barrier as well."""
+        told = values if self.rank == rank else torch.zeros_like(values)
+        dist.all_reduce(told, group=self._group)
+        return told.tolist()
+
+    def _barrier(self) -> None:
+        self._slowest(0.0)
+
+
+def _bytes_for(bits_s: float) -> int:
+    return int(np.clip(bits_s / 8 * _WINDOW_S, _PROBE_BYTES, _MOST_BYTES)) // 8 * 8
+
+
+def _pairs(size: int, workers_per_node: int) -> list[tuple[int, int]]:
+    """Return pairs to measure: all of a few ranks; of many, neighbours inside and across nodes."""
+    every = list(combinations(range(size), 2))
+    if len(every) <= _MOST_PAIRS:
+        return every
+    near = [(rank, rank + 1) for rank in range(size - 1)]
+    far = [(rank, rank + workers_per_node) for rank in range(size - workers_per_node)]
+    chosen = list(dict.fromkeys([*near, *far]))
+    step = -(-len(chosen) // _MOST_PAIRS)
+    return chosen[::step]
+
+
+def _same_node(pair: Pair, workers_per_node: int) -> bool:
+    return pair.ranks[0] // workers_per_node == pair.ranks[1] // workers_per_node
+
+
+def _median(links: list[Link]) -> Link:
+    return Link(
+        bits_s=statistics.median(link.bits_s for link in links),
+        latency_s=statistics.median(link.latency_s for link in links),
+    )
+
+
+def _clip(efficiency: float) -> float:
+    return float(np.clip(efficiency, 0.05, 2.0))

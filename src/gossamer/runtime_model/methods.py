@@ -1,0 +1,147 @@
+"""The methods that are compared: from a profile and a number of workers to what the model runs.
+
+A new method is one function and one row of METHODS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from gossamer.runtime_model import costs
+from gossamer.runtime_model.costs import Links
+from gossamer.runtime_model.model import (
+    Compute,
+    Exchange,
+    Method,
+    Order,
+    Trials,
+    after_update,
+    gamma,
+    in_backward,
+    resampled,
+    whole_step,
+)
+from gossamer.runtime_model.profile import Profile
+from gossamer.topology import Schedule, parse
+
+DDP = "ddp"
+"""What all others are compared with."""
+
+NUM_TRIALS = 24
+
+
+class Job(NamedTuple):
+    """A profile at some scale."""
+
+    profile: Profile
+    links: Links
+
+    @classmethod
+    def of(cls, profile: Profile, num_workers: int) -> Job:
+        """Return a profile's job on this many workers, with the batch per worker unchanged."""
+        return cls(profile, Links.of(profile.network, num_workers))
+
+    @property
+    def bucket_bytes(self) -> list[int]:
+        """Sizes of the buckets."""
+        return [bucket.num_bytes for bucket in self.profile.buckets]
+
+    def compute(self, passes: float, hooks_s: float = 0.0) -> Compute:
+        """Return what a worker computes.
+
+        Args:
+            passes: how often per iteration the method goes over all parameters.
+            hooks_s: what its own code takes.
+        """
+        profile = self.profile
+        shares = [bucket.num_bytes / profile.num_bytes for bucket in profile.buckets]
+        return Compute(
+            forward_s=profile.forward_s + profile.other_s,
+            backward_s=tuple(bucket.backward_s for bucket in profile.buckets),
+            update_s=tuple(
+                bucket.update_s + (passes * profile.mix_s + hooks_s) * share
+                for bucket, share in zip(profile.buckets, shares, strict=True)
+            ),
+        )
+
+    def trials(self, num_trials: int = NUM_TRIALS, seed: int = 0) -> Trials:
+        """Return how the compute times of this job vary."""
+        profile = self.profile
+        draw = resampled(profile.factors) if profile.factors else gamma(profile.variance)
+        varies = bool(profile.factors) or profile.variance > 0
+        return Trials(draw=draw, num_trials=num_trials if varies else 1, seed=seed)
+
+
+Build: TypeAlias = Callable[[Job], Method]
+
+
+def local(job: Job) -> Method:
+    """Every worker for itself."""
+    none = costs.nothing(job.links.num_workers, len(job.bucket_bytes))
+    return Method(after_update, job.compute(0), job.links.num_workers, lambda step: none)
+
+
+def ddp(job: Job) -> Method:
+    """All-reduce of gradients, bucket by bucket, during the backward pass."""
+    exchange = costs.all_reduce(job.links, job.bucket_bytes)
+    # Gradients are copied into buckets and back.
+    compute = job.compute(2, job.profile.hooks.ddp_s)
+    return Method(in_backward, compute, job.links.num_workers, lambda step: exchange)
+
+
+def post_local_sgd(job: Job, *, period: int) -> Method:
+    """Local steps, and an all-reduce of the parameters after every few."""
+    reduce = costs.all_reduce(job.links, job.bucket_bytes)
+    none = costs.nothing(job.links.num_workers, len(job.bucket_bytes))
+    return Method(
+        after_update,
+        job.compute(2 / period),
+        job.links.num_workers,
+        lambda step: none if step % period else reduce,
+    )
+
+
+def gossip(job: Job, *, schedule: Schedule, order: Order = whole_step) -> Method:
+    """Mixing of parameters on a schedule of rounds."""
+
+    @cache
+    def of_round(step: int) -> Exchange:
+        return costs.mix(job.links, schedule.round(step), job.bucket_bytes)
+
+    def exchange(step: int) -> Exchange:
+        return of_round(step % schedule.period if schedule.period else step)
+
+    # A message is mixed in one pass; an all-reduce is copied to and from.
+    reduced = [schedule.round(step).degree > 1 for step in range(schedule.period or 8)]
+    compute = job.compute(1 + float(np.mean(reduced)), job.profile.hooks.gossip_s)
+    return Method(order, compute, job.links.num_workers, exchange)
+
+
+METHODS: dict[str, Build] = {
+    DDP: ddp,
+    "post_local_sgd(h=4)": partial(post_local_sgd, period=4),
+}
+"""Methods that are no gossip; a topology's text names those that are."""
+
+TOPOLOGIES = ("complete", "ring", "one_peer_ring", "one_peer_exponential", "aer")
+"""Those that a plan looks at."""
+
+
+def schedule_of(topology: str, job: Job) -> Schedule:
+    """Return the schedule that a text names, with the job's nodes."""
+    return parse(
+        topology, job.links.num_workers, workers_per_node=job.profile.network.workers_per_node
+    )
+
+
+def build(name: str, job: Job) -> Method:
+    """Return the method of a name: a row of METHODS, or a topology that gossip uses."""
+    if name in METHODS:
+        return METHODS[name](job)
+    topology, atc, _ = name.partition(", atc")
+    order = after_update if atc else whole_step
+    return gossip(job, schedule=schedule_of(topology, job), order=order)

@@ -1,0 +1,286 @@
+"""How long an iteration takes: the recursion over workers, buckets and iterations.
+
+Every worker computes F (forward), B (backward, bucket by bucket) and U (update), and C is a
+bucket's exchange with others. An order says what waits for what; an exchange says whom a worker
+meets and how long its part lasts. Times of all trials and workers advance together, as arrays.
+
+Reference: Wang et al., From promise to practice (https://arxiv.org/abs/2410.11998).
+"""
+
+# R: trials, W: workers, K: buckets
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias, final
+
+import numpy as np
+
+from gossamer.errors import UserError
+from gossamer.topology.round import FloatArray
+
+Task: TypeAlias = Literal["F", "B", "C", "U"]
+
+Meet: TypeAlias = Callable[[FloatArray], FloatArray]
+"""From times [R, W] to the latest among those whom each worker meets, itself included."""
+
+Draw: TypeAlias = Callable[[np.random.Generator, tuple[int, int]], FloatArray]
+"""Normalized compute times [R, W] of one iteration: positive, mean 1."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compute:
+    """What one worker computes in an iteration, where its factor is 1."""
+
+    forward_s: float
+    backward_s: tuple[float, ...]
+    """Of each bucket, in the order of the backward pass."""
+
+    update_s: tuple[float, ...]
+    """Of each bucket, mixing included; does not vary."""
+
+    @property
+    def total_s(self) -> float:
+        """Return what an iteration takes alone."""
+        return self.forward_s + sum(self.backward_s) + sum(self.update_s)
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One iteration's communication."""
+
+    meet: Meet
+    cost_WK: FloatArray
+    """How long each worker's part of each bucket lasts, from when all it meets are there."""
+
+
+class Span(NamedTuple):
+    """One task of all workers, [R, W] each."""
+
+    task: Task
+    bucket: int
+    start: FloatArray
+    end: FloatArray
+
+
+class State(NamedTuple):
+    """Where workers are between two iterations."""
+
+    free: FloatArray
+    """When each worker can begin the next forward pass, [R, W]."""
+
+    landed: list[FloatArray]
+    """When each bucket's last exchange ends, [R, W] each."""
+
+
+Order: TypeAlias = Callable[[State, Compute, FloatArray, Exchange, list[Span]], State]
+"""Take one iteration: from the state, compute, factors [R, W] and exchange; append its spans."""
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A way to train: an order, and the exchange of each iteration."""
+
+    order: Order
+    compute: Compute
+    num_workers: int
+    exchange: Callable[[int], Exchange]
+
+
+def bucket_wise(
+    state: State, compute: Compute, factor: FloatArray, exchange: Exchange, spans: list[Span]
+) -> State:
+    """Overlapped, as in the paper: each bucket is mixed and updated within the backward pass.
+
+    U_k starts at max(end B_k, end of the bucket's last C); C_k when all that meet have ended U_k
+    and their previous C.
+    """
+    now = _run(spans, "F", 0, state.free, compute.forward_s * factor)
+    wire, landed = state.landed[-1], list[FloatArray]()
+    for k, (backward_s, update_s) in enumerate(
+        zip(compute.backward_s, compute.update_s, strict=True)
+    ):
+        now = _run(spans, "B", k, now, backward_s * factor)
+        now = _run(spans, "U", k, np.maximum(now, state.landed[k]), update_s)
+        start = exchange.meet(np.maximum(now, wire))
+        wire = _run(spans, "C", k, start, exchange.cost_WK[:, k])
+        landed.append(wire)
+    return State(now, landed)
+
+
+def whole_step(
+    state: State, compute: Compute, factor: FloatArray, exchange: Exchange, spans: list[Span]
+) -> State:
+    """Overlapped, as ``decentralize`` does it: finish all buckets, update, start all buckets.
+
+    A worker begins no exchange before it has finished the last one, its sends included.
+    """
+    now = _forward_backward(state.free, compute, factor, spans)
+    now = np.maximum(now, state.landed[-1])  # buckets land in order
+    now = _update(now, compute, spans)
+    return State(now, _exchange(now, exchange, spans))
+
+
+def after_update(
+    state: State, compute: Compute, factor: FloatArray, exchange: Exchange, spans: list[Span]
+) -> State:
+    """Not overlapped (adapt then combine, local steps): the exchange follows the update."""
+    now = _forward_backward(state.free, compute, factor, spans)
+    landed = _exchange(_update(now, compute, spans), exchange, spans)
+    return State(landed[-1], landed)
+
+
+def in_backward(
+    state: State, compute: Compute, factor: FloatArray, exchange: Exchange, spans: list[Span]
+) -> State:
+    """As DDP: gradients travel as the backward pass completes them; the update waits for all."""
+    now = _run(spans, "F", 0, state.free, compute.forward_s * factor)
+    wire, landed = state.free, list[FloatArray]()
+    for k, backward_s in enumerate(compute.backward_s):
+        now = _run(spans, "B", k, now, backward_s * factor)
+        wire = _run(spans, "C", k, exchange.meet(np.maximum(now, wire)), exchange.cost_WK[:, k])
+        landed.append(wire)
+    return State(_update(np.maximum(now, wire), compute, spans), landed)
+
+
+def gamma(variance: float) -> Draw:
+    """Compute times from a gamma distribution: positive, with mean 1 and this variance."""
+    if variance < 0:
+        raise UserError(f"a variance must not be negative, got {variance}; use 0 for none")
+    if variance == 0:
+        return lambda rng, shape: np.ones(shape)
+    return lambda rng, shape: rng.gamma(1 / variance, variance, shape)
+
+
+def resampled(factors: Sequence[float]) -> Draw:
+    """Compute times drawn from measured ones, with replacement."""
+    measured = np.asarray(factors) / np.mean(factors)
+    return lambda rng, shape: rng.choice(measured, shape)
+
+
+_EVEN = gamma(0.0)
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trials:
+    """How a prediction is sampled: random factors, and how many of them."""
+
+    draw: Draw = _EVEN
+    num_trials: int = 1
+    iterations: int = 96
+    """Counted ones; a multiple of most periods."""
+
+    warmup: int = 32
+    """Iterations before those that count, in which waiting spreads from worker to worker."""
+
+    seed: int = 0
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Iteration times over trials, workers and iterations."""
+
+    mean_s: float
+    p05_s: float
+    p50_s: float
+    p95_s: float
+    exposed_s: float
+    """Mean time per iteration in which a worker computes nothing: it waits for C, or for others."""
+
+
+def predict(method: Method, trials: Trials = Trials()) -> Prediction:  # noqa: B008 - frozen
+    """Return how long iterations take."""
+    durations, exposed = list[FloatArray](), list[FloatArray]()
+    before = np.zeros((trials.num_trials, method.num_workers))
+    for step, (state, factor, _) in enumerate(_iterate(method, trials)):
+        if step >= trials.warmup:
+            durations.append(state.free - before)
+            exposed.append(durations[-1] - _busy(method.compute, factor))
+        before = state.free
+    p05, p50, p95 = np.percentile(durations, [5, 50, 95]).tolist()
+    return Prediction(
+        mean_s=float(np.mean(durations)),
+        p05_s=p05,
+        p50_s=p50,
+        p95_s=p95,
+        exposed_s=float(np.mean(exposed)),
+    )
+
+
+class Event(NamedTuple):
+    """One task of one worker."""
+
+    worker: int
+    iteration: int
+    task: Task
+    bucket: int
+    start_s: float
+    end_s: float
+
+
+def timeline(
+    method: Method, iterations: int = 3, *, draw: Draw = _EVEN, seed: int = 0
+) -> list[Event]:
+    """Return every task of every worker in the first iterations of one trial."""
+    trials = Trials(draw=draw, iterations=iterations, warmup=0, seed=seed)
+    return [
+        Event(worker, step, span.task, span.bucket, float(start), float(end))
+        for step, (_, _, spans) in enumerate(_iterate(method, trials))
+        for span in spans
+        for worker, (start, end) in enumerate(zip(span.start[0], span.end[0], strict=True))
+        if end > start
+    ]
+
+
+def _iterate(method: Method, trials: Trials) -> Iterator[tuple[State, FloatArray, list[Span]]]:
+    rng = np.random.default_rng(trials.seed)
+    shape = trials.num_trials, method.num_workers
+    state = State(np.zeros(shape), [np.zeros(shape)] * len(method.compute.backward_s))
+    for step in range(trials.warmup + trials.iterations):
+        factor, spans = trials.draw(rng, shape), list[Span]()
+        state = method.order(state, method.compute, factor, method.exchange(step), spans)
+        yield state, factor, spans
+
+
+def _busy(compute: Compute, factor: FloatArray) -> FloatArray:
+    varying = compute.forward_s + sum(compute.backward_s)
+    return varying * factor + sum(compute.update_s)
+
+
+def _forward_backward(
+    start: FloatArray, compute: Compute, factor: FloatArray, spans: list[Span]
+) -> FloatArray:
+    now = _run(spans, "F", 0, start, compute.forward_s * factor)
+    for k, backward_s in enumerate(compute.backward_s):
+        now = _run(spans, "B", k, now, backward_s * factor)
+    return now
+
+
+def _update(start: FloatArray, compute: Compute, spans: list[Span]) -> FloatArray:
+    now = start
+    for k, update_s in enumerate(compute.update_s):
+        now = _run(spans, "U", k, now, update_s)
+    return now
+
+
+def _exchange(start: FloatArray, exchange: Exchange, spans: list[Span]) -> list[FloatArray]:
+    """Exchange all buckets, one after the other; return when each has landed."""
+    now, landed = start, list[FloatArray]()
+    for k, cost_W in enumerate(exchange.cost_WK.T):
+        now = _run(spans, "C", k, exchange.meet(now), cost_W)
+        landed.append(now)
+    return landed
+
+
+def _run(
+    spans: list[Span], task: Task, bucket: int, start: FloatArray, seconds: FloatArray | float
+) -> FloatArray:
+    end = start + seconds
+    spans.append(Span(task, bucket, start, end))
+    return end

@@ -1,0 +1,186 @@
+"""From a profile to a table of methods and scales, and to advice with its reason."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
+from gossamer.errors import UserError
+from gossamer.runtime_model.factors import Split, split_saving
+from gossamer.runtime_model.methods import DDP, METHODS, TOPOLOGIES, Job, build, schedule_of
+from gossamer.runtime_model.model import Prediction, predict
+from gossamer.runtime_model.profile import Profile
+from gossamer.topology.summary import summarize
+
+WORTH_IT = 0.03
+"""Share of an iteration that gossip must save: less is not worth giving up the exact average."""
+
+AS_FAST = 0.02
+"""Graphs whose times differ by less are chosen by how well they mix."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One method at one scale."""
+
+    method: str
+    workers: int
+    prediction: Prediction
+    speedup: float
+    """DDP's iteration time over this one's."""
+
+    bytes_per_step: float
+    """What the busiest worker sends, on average over iterations."""
+
+    mixing: float | None
+    """p: 1 is an exact average at every step; None where workers are not brought together by
+    rounds."""
+
+    rounds_to_consensus: int | None
+    """Iterations to an exact average; None where it is only approached."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Advice:
+    """What to use at one scale."""
+
+    workers: int
+    method: str
+    reason: str
+    saving: float
+    """Share of DDP's iteration time."""
+
+    split: Split
+    """Where the saving of the fastest gossip comes from, taken or not."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A profile's methods at several scales."""
+
+    profile: Profile
+    rows: tuple[Row, ...]
+    advice: tuple[Advice, ...]
+    missing: dict[str, str]
+    """Topologies that cannot be built at some scale, and why."""
+
+
+def make_plan(
+    profile: Profile,
+    workers: Sequence[int],
+    *,
+    topologies: Sequence[str] = TOPOLOGIES,
+    strong: bool = False,
+) -> Plan:
+    """Predict all methods at all scales, and advise.
+
+    Args:
+        profile: the job.
+        workers: the scales, 2 or more workers each.
+        topologies: those that gossip may use.
+        strong: whether the batch of all workers together stays the profile's, so that compute
+            shrinks as workers are added; by default the batch of each worker stays.
+    """
+    if not workers or min(workers) < 2:
+        raise UserError(
+            f"a plan is for scales of 2 or more workers, got {list(workers)}; "
+            "write for example --workers 8,16,32"
+        )
+    rows: list[Row] = []
+    advice: list[Advice] = []
+    missing: dict[str, str] = {}
+    for scale in workers:
+        factor = profile.workers / scale if strong else 1.0
+        job = Job.of(profile.with_compute(factor), scale)
+        of_scale = _rows(job, topologies, missing)
+        rows += of_scale
+        advice.append(_advise(job, of_scale))
+    return Plan(profile=profile, rows=tuple(rows), advice=tuple(advice), missing=missing)
+
+
+def _rows(job: Job, topologies: Sequence[str], missing: dict[str, str]) -> list[Row]:
+    ddp_s = predict(build(DDP, job), job.trials()).mean_s
+    rows = [_row(job, name, ddp_s) for name in METHODS]
+    for topology in topologies:
+        try:
+            rows.append(_row(job, topology, ddp_s))
+        except UserError as error:
+            missing[f"{topology} on {job.links.num_workers}"] = str(error)
+    return rows
+
+
+def _row(job: Job, name: str, ddp_s: float) -> Row:
+    workers, num_bytes = job.links.num_workers, job.profile.num_bytes
+    reduced = 2 * (workers - 1) / workers * num_bytes
+    prediction = predict(build(name, job), job.trials())
+    if name in METHODS:
+        exact = name == DDP
+        sent = reduced if exact else reduced / 4
+        mixing, rounds = (1.0, 1) if exact else (None, None)
+    else:
+        summary = summarize(schedule_of(name, job))
+        sent = summary.copies_sent * num_bytes
+        mixing, rounds = summary.mixing_rate, summary.rounds_to_consensus
+    return Row(
+        method=name,
+        workers=workers,
+        prediction=prediction,
+        speedup=ddp_s / prediction.mean_s,
+        bytes_per_step=sent,
+        mixing=mixing,
+        rounds_to_consensus=rounds,
+    )
+
+
+def _advise(job: Job, rows: Sequence[Row]) -> Advice:
+    ddp = next(row for row in rows if row.method == DDP)
+    gossiping = [row for row in rows if row.method not in METHODS]
+    if not gossiping:
+        raise UserError(
+            f"a plan needs a topology that exists on {ddp.workers} workers, got none; "
+            "change --workers or --topology"
+        )
+    fastest = min(gossiping, key=lambda row: row.prediction.mean_s)
+    limit_s = fastest.prediction.mean_s * (1 + AS_FAST)
+    as_fast = [row for row in gossiping if row.prediction.mean_s <= limit_s]
+    best = max(as_fast, key=lambda row: row.mixing or 0.0)
+    split = split_saving(job, build(best.method, job))
+    saving = 1 - best.prediction.mean_s / ddp.prediction.mean_s
+    stay = saving < WORTH_IT
+    reason = _why_ddp(ddp, best, saving) if stay else _why_gossip(ddp, best, as_fast, split)
+    return Advice(
+        workers=ddp.workers,
+        method=DDP if stay else best.method,
+        reason=reason,
+        saving=0.0 if stay else saving,
+        split=split,
+    )
+
+
+def _why_ddp(ddp: Row, best: Row, saving: float) -> str:
+    told = f"would save {saving:.1%}" if saving > 0 else f"would take {-saving:.1%} longer"
+    return (
+        f"stay with DDP: it waits {1e3 * ddp.prediction.exposed_s:.3g} ms of "
+        f"{1e3 * ddp.prediction.mean_s:.3g}, and {best.method} {told}; "
+        f"below {WORTH_IT:.0%} an exact average is worth more"
+    )
+
+
+def _why_gossip(ddp: Row, best: Row, as_fast: Sequence[Row], split: Split) -> str:
+    before_s, after_s = ddp.prediction.mean_s, best.prediction.mean_s
+    points = {
+        "overlap": split.overlap_s,
+        "fewer bytes on slow links": split.links_s,
+        "waiting for fewer": split.tolerance_s,
+    }
+    parts = ", ".join(f"{name} {100 * part / before_s:.0f}" for name, part in points.items())
+    others = len(as_fast) - 1
+    chosen = f"; of {others + 1} graphs as fast it mixes best" if others else ""
+    return (
+        f"{best.method}: {1e3 * after_s:.3g} ms where DDP takes {1e3 * before_s:.3g}, "
+        f"a saving of {1 - after_s / before_s:.0%} (points: {parts}){chosen}"
+    )

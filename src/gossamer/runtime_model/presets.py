@@ -1,0 +1,136 @@
+"""Profiles from data-sheet numbers.
+
+Peak rates are the makers': dense, half precision with tensor cores where a GPU has them. What a job
+reaches of them is its efficiency, which no data sheet says.
+"""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+from collections.abc import Mapping
+from typing import NamedTuple, TypeVar
+
+from gossamer.errors import UserError
+from gossamer.runtime_model.profile import Bucket, Link, Network, Profile
+
+T = TypeVar("T")
+
+FIRST_BUCKET_BYTES = 1024**2
+BUCKET_BYTES = 25 * 1024**2
+"""DDP's defaults: the first bucket is small, so that communication begins early."""
+
+_ADAM_BYTES = 28
+"""Per parameter of 4 bytes: gradient, moments and parameter read, all but the first written."""
+
+_MIX_BYTES = 12
+"""Per parameter of 4 bytes: own and neighbour's read, own written."""
+
+
+class Gpu(NamedTuple):
+    """What a data sheet says of a GPU."""
+
+    flops: float
+    memory_bytes_s: float
+    link: Link
+    """To others of its node."""
+
+
+_PCIE3 = Link(bits_s=12e9 * 8, latency_s=10e-6)
+_PCIE4 = Link(bits_s=24e9 * 8, latency_s=10e-6)
+
+GPUS: dict[str, Gpu] = {
+    "t4": Gpu(65e12, 300e9, _PCIE3),
+    "v100": Gpu(125e12, 900e9, Link(bits_s=150e9 * 8, latency_s=5e-6)),
+    "a10": Gpu(125e12, 600e9, _PCIE4),
+    "a40": Gpu(150e12, 696e9, _PCIE4),
+    "l40s": Gpu(362e12, 864e9, _PCIE4),
+    "a100": Gpu(312e12, 1555e9, Link(bits_s=300e9 * 8, latency_s=5e-6)),
+    "h100": Gpu(989e12, 3350e9, Link(bits_s=450e9 * 8, latency_s=5e-6)),
+}
+
+LINKS: dict[str, Link] = {
+    "1gbit": Link(bits_s=1e9, latency_s=50e-6),
+    "10gbit": Link(bits_s=10e9, latency_s=30e-6),
+    "25gbit": Link(bits_s=25e9, latency_s=20e-6),
+    "100gbit": Link(bits_s=100e9, latency_s=10e-6),
+    "200gbit": Link(bits_s=200e9, latency_s=5e-6),
+    "400gbit": Link(bits_s=400e9, latency_s=5e-6),
+}
+
+
+def from_data_sheet(
+    gpu: str,
+    link: str,
+    *,
+    parameters: float,
+    flops: float,
+    workers: int,
+    workers_per_node: int,
+    efficiency: float = 0.3,
+    variance: float = 0.0,
+) -> Profile:
+    """Return the profile of a job that nobody has measured.
+
+    Parameters and gradients are of 4 bytes, the optimizer is Adam, and the backward pass takes
+    twice the forward pass, spread over buckets by their size.
+
+    Args:
+        gpu: a name in GPUS.
+        link: a name in LINKS, of each node's link to the others.
+        parameters: how many are trained.
+        flops: operations of one worker in one forward and backward pass; about 6 per parameter and
+            token for a transformer.
+        workers: how many workers the batch is for.
+        workers_per_node: how many share a node and its link.
+        efficiency: share of the GPU's peak that the job reaches.
+        variance: of the normalized compute time; 0.0017 for images and 0.0134 for sentences have
+            been measured (arXiv:2410.11998).
+    """
+    chosen, between = _find(GPUS, gpu, "gpu"), _find(LINKS, link, "link")
+    for name, value in {"parameters": parameters, "flops": flops, "efficiency": efficiency}.items():
+        if not 0 < value < math.inf:
+            raise UserError(f"{name} must be above 0, got {value}; see --help for what is meant")
+    compute_s = flops / (chosen.flops * efficiency)
+    sizes = bucket_sizes(round(parameters) * 4)
+    return Profile(
+        name=f"{parameters / 1e6:.3g} M parameters on {gpu}, {workers_per_node} per node, {link}",
+        workers=workers,
+        forward_s=compute_s / 3,
+        buckets=tuple(
+            Bucket(
+                num_bytes=size,
+                backward_s=compute_s * 2 / 3 * size / sum(sizes),
+                update_s=size / 4 * _ADAM_BYTES / chosen.memory_bytes_s,
+            )
+            for size in sizes
+        ),
+        mix_s=parameters * _MIX_BYTES / chosen.memory_bytes_s,
+        variance=variance,
+        network=Network(
+            workers_per_node=workers_per_node,
+            inside=chosen.link,
+            between=between,
+            all_reduce="hierarchical",
+        ),
+        environment={"source": "data sheets"},
+    )
+
+
+def bucket_sizes(num_bytes: int) -> list[int]:
+    """Return the sizes of DDP's buckets: a small one first, then equal ones."""
+    rest = num_bytes - FIRST_BUCKET_BYTES
+    if rest <= 0:
+        return [num_bytes]
+    count = math.ceil(rest / BUCKET_BYTES)
+    edges = [FIRST_BUCKET_BYTES + rest * i // count for i in range(count + 1)]
+    return [FIRST_BUCKET_BYTES, *(b - a for a, b in itertools.pairwise(edges))]
+
+
+def _find(table: Mapping[str, T], name: str, what: str) -> T:
+    if name not in table:
+        near = difflib.get_close_matches(name, table, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(table)}"
+        raise UserError(f"a {what} must be one that is known, got {name!r}; {hint}")
+    return table[name]

@@ -1,0 +1,187 @@
+"""What a training job computes and what its links carry: a value, kept as a JSON file.
+
+Measured by ``gossamer profile`` or written by hand. All of the model's predictions follow from it.
+Times are seconds, sizes bytes, rates bits per second of payload.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+)
+
+from gossamer.errors import UserError
+
+SCHEMA = 1
+
+
+class _Value(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class Bucket(_Value):
+    """Parameters whose gradients are complete, and travel, together."""
+
+    num_bytes: PositiveInt
+    backward_s: NonNegativeFloat
+    """Part of the backward pass that ends with its gradients."""
+
+    update_s: NonNegativeFloat
+    """Its share of the optimizer's step."""
+
+
+class Link(_Value):
+    """One direction of a link."""
+
+    bits_s: PositiveFloat
+    latency_s: NonNegativeFloat = 0.0
+    """From the start of a message to the arrival of its first byte."""
+
+
+class Network(_Value):
+    """Nodes of equally many workers; links inside a node and between nodes."""
+
+    workers_per_node: PositiveInt = 1
+    inside: Link
+    """A worker's link to others of its node; not used where a node has one worker."""
+
+    between: Link
+    """A node's link to all others, which its workers share."""
+
+    all_reduce: Literal["ring", "hierarchical"] = "ring"
+    """One ring of all workers, as Gloo, or stages inside and between nodes, as NCCL."""
+
+    reduce_efficiency: float = Field(default=1.0, gt=0, le=2)
+    """Rate of an all-reduce over that of the links it crosses."""
+
+    fan_in_efficiency: float = Field(default=1.0, gt=0, le=2)
+    """Rate at which a worker receives from two others over that from one."""
+
+
+class Hooks(_Value):
+    """What a method's own code takes of every step, besides its passes over the parameters."""
+
+    ddp_s: NonNegativeFloat = 0.0
+    gossip_s: NonNegativeFloat = 0.0
+
+
+class Pair(_Value):
+    """What was measured from one rank to another and back."""
+
+    ranks: tuple[int, int]
+    link: Link
+
+
+class Profile(_Value):
+    """One training job."""
+
+    schema_version: int = Field(default=SCHEMA, le=SCHEMA)
+    name: str
+    """What is trained, on what."""
+
+    workers: PositiveInt
+    """How many it was measured with, or whose batches its compute times are for."""
+
+    forward_s: NonNegativeFloat
+    buckets: tuple[Bucket, ...] = Field(min_length=1)
+    """In the order in which the backward pass completes them."""
+
+    other_s: NonNegativeFloat = 0.0
+    """The rest of an iteration: input, clipping, logging."""
+
+    mix_s: NonNegativeFloat = 0.0
+    """One pass over the parameters that mixes in a neighbour's."""
+
+    hooks: Hooks = Hooks()
+    """Matters where a step takes milliseconds."""
+
+    variance: NonNegativeFloat = 0.0
+    """Of the normalized compute time, over workers and steps."""
+
+    factors: tuple[PositiveFloat, ...] = ()
+    """Normalized compute times as measured, mean 1; without them, a gamma distribution."""
+
+    network: Network
+    pairs: tuple[Pair, ...] = ()
+    """Links as measured; ``network`` is what the model takes from them."""
+
+    environment: dict[str, str] = {}
+    """Where and when it was measured."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the parameters."""
+        return sum(bucket.num_bytes for bucket in self.buckets)
+
+    @property
+    def compute_s(self) -> float:
+        """Return what an iteration takes without communication."""
+        return self.other_s + self.forward_s + sum(b.backward_s + b.update_s for b in self.buckets)
+
+    def replace(self, **changes: Any) -> Profile:
+        """Return the profile with other values in place of some."""
+        return Profile.model_validate({**self.model_dump(), **changes})
+
+    def with_compute(self, factor: float) -> Profile:
+        """Return the profile with forward and backward pass this much longer."""
+        buckets = [b.model_dump() | {"backward_s": b.backward_s * factor} for b in self.buckets]
+        return self.replace(forward_s=self.forward_s * factor, buckets=buckets)
+
+    def with_rate(self, factor: float) -> Profile:
+        """Return the profile with links between nodes this much faster."""
+        network = self.network.model_dump()
+        network["between"]["bits_s"] *= factor
+        return self.replace(network=network)
+
+    def with_variance(self, variance: float) -> Profile:
+        """Return the profile with another variance of compute times."""
+        return self.replace(variance=variance, factors=())
+
+
+def read_profile(path: Path) -> Profile:
+    """Return the profile in a file."""
+    try:
+        return Profile.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise UserError(
+            f"a profile must be a file that can be read, got {path}: {error.strerror}; "
+            "write one with gossamer profile"
+        ) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"]) or "the file"
+        raise UserError(
+            f"a profile must hold what gossamer profile writes, got {path} with {where}: "
+            f"{first['msg']}; correct it, or measure again"
+        ) from error
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    """Write a profile; the file appears whole or not at all."""
+    write_whole(path, (profile.model_dump_json(indent=2) + "\n").encode())
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file aside and rename it."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside.write_bytes(data)
+        aside.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            aside.unlink()
+        raise UserError(f"cannot write {path}: {error.strerror}; choose another place") from error
