@@ -428,8 +428,7 @@ def test_the_filter_changes_figures_and_tables(folder: Path, page: Page) -> None
     press("D_ring")
     assert shown() == [8, 4, 1, 4, 3]
     assert "without=D_ring" in page.run("location.hash")
-    page.run("location.reload()")
-    page.wait_for("document.documentElement?.dataset.ready === 'yes'")
+    page.reload()
     page.visit()
     assert shown() == [8, 4, 1, 4, 3]
     press("all")
