@@ -10,7 +10,7 @@ demo: setup ## train digits in seven ways at three scales, and write demo/report
 	$(BIN)/gossamer demo --out demo
 
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile
 
 lint: setup
 	$(BIN)/ruff format --check .

@@ -10,6 +10,7 @@ fault costs its timeout and little more.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import shutil
@@ -296,6 +297,7 @@ def rows(names: list[str], num_workers: int, timeout_s: float) -> Iterator[dict[
     """Yield one row per fault and rank that lived; some faults at a time, for they mostly wait."""
     torch.set_num_threads(1)
     torch.optim.SGD(nn.Linear(1, 1).parameters())  # imports much, and only once before the forks
+    gc.freeze()  # or each of them would look for garbage in all of it when it ends
     for batch in (names[i : i + _TOGETHER] for i in range(0, len(names), _TOGETHER)):
         running = [start(name, num_workers, timeout_s) for name in batch]
         for name, processes in zip(batch, running, strict=True):

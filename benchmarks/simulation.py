@@ -11,6 +11,10 @@ interleaved in one process, medians over rounds:
   arithmetic on samples, and nothing per worker.
 
 ``of_loop`` and ``of_batch`` are simulation time over theirs, median of the rounds' ratios.
+``floor`` is what ``of_batch`` cannot be below where samples cost what they cost in the batch:
+beside them every worker's parameters pass through memory nine times (forward 1, gradient 1, fused
+SGD 5, mixing 2), at the speed of an in-place product over as much memory, timed in the same rounds.
+Samples cost less where activations of a chunk stay in cache and those of the batch do not.
 ``peak_mb`` is what a fresh process takes for some steps, beyond what it took before the simulation
 was built; ``budget_mb`` is parameters + gradients + optimizer state + one mixing buffer.
 """
@@ -36,8 +40,11 @@ from torch.optim import SGD
 from gossamer import Simulation
 
 VOCABULARY, TIME = 64, 16
-WARMUP = 10
+WARMUP = 12
 """Steps before the first measured one: the simulation chooses how to compute in them."""
+
+PASSES = 9
+"""Reads and writes of every worker's parameters, or of as much memory, in a step."""
 
 
 class Workload(NamedTuple):
@@ -138,6 +145,7 @@ def measure(name: str, num_workers: int, rounds: int) -> dict[str, Any]:
         "simulation": lambda: sim.step(inputs, targets),
         "loop": loop_step(model, inputs, targets),
         "batch": batch_step(model, inputs, targets),
+        "passes": pass_over(sum(p.numel() for p in sim.parameters.values())),
     }
     for _ in range(WARMUP):
         ways["simulation"]()
@@ -155,14 +163,15 @@ def measure(name: str, num_workers: int, rounds: int) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
     }
     speed = {
-        f"{way}_worker_steps_per_s": round(num_workers / statistics.median(times))
-        for way, times in seconds.items()
+        f"{way}_worker_steps_per_s": round(num_workers / statistics.median(seconds[way]))
+        for way in ("simulation", "loop", "batch")
     }
     ratios = {
         f"of_{way}": round(median_ratio(seconds["simulation"], seconds[way]), 3)
         for way in ("loop", "batch")
     }
-    return sizes | speed | ratios | {"how": sim.state_dict()["gradients"]}
+    passes = PASSES / 2 * median_ratio(seconds["passes"], seconds["batch"])
+    return sizes | speed | ratios | {"floor": round(1 + passes, 3)} | sim.state_dict()["gradients"]
 
 
 def make_simulation(model: nn.Module, num_workers: int) -> Simulation:
@@ -193,6 +202,12 @@ def batch_step(model: nn.Module, inputs: Tensor, targets: Tensor) -> Callable[[]
         optimizer.step()
 
     return step
+
+
+def pass_over(numbers: int) -> Callable[[], object]:
+    """Return what reads and writes that many numbers: two passes."""
+    memory = torch.ones(numbers)
+    return lambda: memory.mul_(1.0)
 
 
 def seconds_per_step(step: Callable[[], object], steps: int) -> float:

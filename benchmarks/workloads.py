@@ -1,7 +1,7 @@
 """How fast workloads train, and that they learn.
 
     python -m benchmarks.workloads [--workload digits-cnn] [--workers 16] [--batch 8] [--rounds 3]
-    python -m benchmarks.workloads --train --workload cifar10-resnet20 [--steps 50] [--lr 0.05]
+    python -m benchmarks.workloads --train --workload cifar10-resnet20 [--steps 50] [--no-evaluate]
 
 One JSON line per workload whose data are there (GOSSAMER_DATA). Without ``--train``, samples per
 second of two ways to use the same samples, interleaved in one process, medians over rounds:
@@ -11,14 +11,15 @@ second of two ways to use the same samples, interleaved in one process, medians 
 
 Both with fetching, augmentation and the recipe's optimizer. ``of_batch`` is the simulation's
 samples/s over those of the batch, median of the rounds' ratios. With ``--train``, one epoch (or so
-many steps) of a run on a ring: mean loss of the first and of the last tenth of its steps, the
-metric of the average model at the end, and samples per second of training.
+many steps) of a run on a ring, of which 20 steps are logged: mean loss of the first and of the last
+two of them, the metric of the average model at the end, and samples per second of training.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -43,21 +44,22 @@ def main(
     rounds: Annotated[int, typer.Option(help="Each runs both ways for a step.")] = 5,
     train: Annotated[bool, typer.Option("--train", help="Train instead.")] = False,
     steps: Annotated[int, typer.Option(help="To train; 0: one epoch.")] = 0,
-    lr: Annotated[float, typer.Option(help="To train with; 0: the recipe's.")] = 0.0,
+    evaluate: Annotated[bool, typer.Option(help="At the end of training.")] = True,
 ) -> None:
     """Print one JSON line per workload."""
     for name in workload or workloads.WORKLOADS:
         fields: dict[str, Any] = {"workload": name, "workers": workers, "topology": "ring"}
         fields |= {"batch_size": batch} if batch else {}
         fields |= {"steps_per_epoch": steps} if steps else {}
-        fields |= {"lr": lr} if lr else {}
-        spec = RunSpec(**fields, epochs=1, log_every=1, evaluate_replicas=0, warmup_epochs=0)
+        spec = RunSpec(**fields, epochs=1, evaluate_replicas=0, warmup_epochs=0)
+        spec = spec.model_copy(update={"log_every": max(1, spec.steps_per_epoch // 20)})
         try:
             spec.make_workload().load()
         except UserError as error:
             print(json.dumps({"workload": name, "missing": str(error)}), flush=True)
             continue
-        print(json.dumps(learn(spec) if train else measure(spec, rounds)), flush=True)
+        line = learn(spec, evaluate) if train else measure(spec, rounds)
+        print(json.dumps(line), flush=True)
 
 
 def measure(spec: RunSpec, rounds: int) -> dict[str, Any]:
@@ -107,21 +109,27 @@ def batch_step(spec: RunSpec) -> Callable[[int], object]:
     return step
 
 
-def learn(spec: RunSpec) -> dict[str, Any]:
-    """Train, and return what came of it."""
-    records = list(run(spec))
-    steps = [record for record in records if isinstance(record, Step)]
-    (evaluation,) = (record for record in records if isinstance(record, Evaluation))
-    tenth = max(1, len(steps) // 10)
-    samples = spec.workers * spec.batch_size * len(steps)
+def learn(spec: RunSpec, evaluate: bool) -> dict[str, Any]:
+    """Train, tell on stderr how it goes, and return what came of it."""
+    steps: list[Step] = []
+    metric: dict[str, float] = {}
+    for record in run(spec):
+        if isinstance(record, Step):
+            print(f"step {record.step}: loss {record.loss:.4f}", file=sys.stderr, flush=True)
+            steps.append(record)
+            if record.step == spec.num_steps and not evaluate:
+                break
+        if isinstance(record, Evaluation):
+            metric = {spec.make_workload().metric_name: round(record.average, 4)}
+    samples = spec.workers * spec.batch_size * spec.num_steps
     return _sizes(spec) | {
         "lr": spec.lr,
-        "steps": len(steps),
-        "first_loss": round(statistics.mean(step.loss for step in steps[:tenth]), 4),
-        "last_loss": round(statistics.mean(step.loss for step in steps[-tenth:]), 4),
-        spec.make_workload().metric_name: round(evaluation.average, 4),
-        "train_s": round(evaluation.train_s, 1),
-        "samples_per_s": round(samples / evaluation.train_s, 1),
+        "steps": spec.num_steps,
+        "first_loss": round(statistics.mean(step.loss for step in steps[:2]), 4),
+        "last_loss": round(statistics.mean(step.loss for step in steps[-2:]), 4),
+        **metric,
+        "train_s": round(steps[-1].train_s, 1),
+        "samples_per_s": round(samples / steps[-1].train_s, 1),
     }
 
 

@@ -1,6 +1,6 @@
-"""What test_gossip_processes runs: a rank that ends without close(), or in an exception.
+"""What test_gossip_processes runs: ranks that end without close(), or in an exception.
 
-python -m tests.exit_without_close forgets|raises STORE RANK
+python -m tests.exit_without_close FOLDER
 """
 
 from __future__ import annotations
@@ -8,17 +8,23 @@ from __future__ import annotations
 import sys
 import time
 from datetime import timedelta
+from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import gossamer
+from tests.forks import run_forked
 from tests.reference import loss_of, make_model
 
+MODES = ("forgets", "raises")
+NUM_RANKS = 3
 
-def main(mode: str, store: str, rank: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
+
+def train(folder: Path, mode: str, rank: int) -> None:
+    store = f"file://{folder / mode}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=NUM_RANKS)
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     # Two senders each, and not one group: the collecting thread is at work.
@@ -34,5 +40,16 @@ def main(mode: str, store: str, rank: int) -> None:
         optimizer.step()
 
 
+def main(folder: Path) -> None:
+    run_forked(
+        folder,
+        {
+            f"{mode}-{rank}": partial(train, folder, mode, rank)
+            for mode in MODES
+            for rank in range(NUM_RANKS)
+        },
+    )
+
+
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(Path(sys.argv[1]))

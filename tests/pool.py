@@ -1,4 +1,4 @@
-"""Ranks as processes: one pool for the whole session, so that torch is imported once per rank.
+"""Ranks as processes: one pool for the whole session, forked from one that has imported torch.
 
 For what threads cannot show: torch's own DDP, registered process groups, real process boundaries.
 """
@@ -24,7 +24,8 @@ class ProcessPool:
     """A fixed number of processes in one Gloo group, that run functions sent to them."""
 
     def __init__(self, size: int, folder: Path) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["gossamer", "torch._dynamo", "pytest", "hypothesis"])
         rendezvous = f"file://{folder / 'rendezvous'}"
         self._pipes: list[Any] = []
         self._processes: list[Any] = []

@@ -42,7 +42,7 @@ def test_methods_mean_what_papers_say() -> None:
     assert (by_name["D_ring"].topology, by_name["D_ring"].order) == ("ring", "atc")
     assert (by_name["ring"].topology, by_name["ring"].order) == ("ring", "awc")
     assert fields_of("Ada(k0=10, gamma=0.5)", 96, 10)["topology"] == "ada(k0=10, gamma=0.5)"
-    assert fields_of("Ada", 1008, 90)["topology"] == "ada(k0=112, gamma=1.222)"
+    assert fields_of("Ada", 1008, 90)["topology"] == "ada(k0=112, gamma=1.236)"
     assert fields_of("local_sgd(every=4)", 8, 1) == {
         "topology": "local_sgd(every=4)",
         "order": "atc",
@@ -72,6 +72,18 @@ def test_include_adds_runs_and_exclude_takes_them_out() -> None:
     assert len(runs) == 18 - 3 + 1
     held = runs[-1]
     assert (held.engine, held.workers, held.control) == ("distributed", 2, "auto")
+
+
+def test_what_an_include_says_is_added_to_what_the_experiment_says() -> None:
+    """Fields of runs are merged one by one; excludes match what recipes and defaults set, too."""
+    text = SMALL.replace('"ring"]', '"Ada"]') + "run = { epochs = 3 }"
+    runs = expand(experiment("\n[[include]]\nworkers = 2\nrun = { lr = 0.9 }", text)).runs
+    assert {spec.epochs for spec in runs} == {3}
+    assert runs[-1].lr == 0.9
+    ada = next(spec for spec in runs if spec.method == "Ada")
+    assert ada.schedule.round(ada.num_steps - 1).degree == 2
+    few = expand(experiment('[[exclude]]\norder = "awc"\noptimizer = "sgd"')).runs
+    assert {spec.method for spec in few} == {"D_ring"}
 
 
 def test_a_budget_is_for_every_run() -> None:
@@ -112,7 +124,7 @@ def test_learning_rates_follow_the_averaging_neighbourhood() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("wrokers = 3\n" + SMALL, "has no key 'wrokers'; did you mean 'workers'"),
+        ("workerz = 3\n" + SMALL, "has no key 'workerz'; did you mean 'workers'"),
         (SMALL + "run = { lrr = 3 }", "a run has no field 'lrr' to set; did you mean 'lr'"),
         (SMALL + "run = { workers = 3 }", "a run has no field 'workers' to set"),
         (SMALL + "axes = { epoch = [1, 2] }", "did you mean 'epochs'"),
@@ -130,7 +142,19 @@ def test_learning_rates_follow_the_averaging_neighbourhood() -> None:
         (SMALL.replace("small", "a/b"), "name: String should match"),
         (SMALL.replace("name", "#name"), "name: Field required"),
         ("name = ", "small.toml must be TOML"),
-        (SMALL.replace('"ring"', '{ name = "x" }'), "methods"),
+        (SMALL.replace('"ring"', '{ name = "x" }'), r"methods\.2\.method: Field required"),
+        (SMALL.replace('"ring"', '"DiLoCo(evry=5)"'), "DiLoCo takes every, lr, momentum"),
+        (SMALL.replace('"ring"', '"C_complete(k=4)"'), "C_complete takes no arguments"),
+        (SMALL + "axes = { lr = [0.1] }\nrun = { lr = 0.2 }", "must be set in one place, got 'lr'"),
+        (SMALL + 'run = { epochs = "6" }', "epochs: Input should be a valid integer, got '6'"),
+        (SMALL + "run = { lr = inf }", "lr: Input should be a finite number"),
+        (SMALL.replace("[4, 8]", '"4"'), "workers.0: Input should be a valid integer"),
+        (SMALL + "[[exclude]]\nworkers = 5", "must leave something out"),
+        (SMALL.replace('"ring"]', '{ name = "x", method = "D_ring" }]'), "are the same run"),
+        (
+            'skip_impossible = true\nrun = { optimizer = "sdg" }\n' + SMALL,
+            "optimizer must be one of .* did you mean 'sgd'",
+        ),
     ],
 )
 def test_mistakes_are_refused_before_anything_runs(text: str, words: str) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -51,10 +52,10 @@ class Heard(Listener):
     def started(self, spec: RunSpec) -> None:  # noqa: D102
         pass
 
-    def advanced(self, spec: RunSpec, record: Step | Evaluation) -> None:  # noqa: D102
-        self.steps.append(record.step)
+    def advanced(self, spec: RunSpec, step: int) -> None:  # noqa: D102
+        self.steps.append(step)
 
-    def ended(self, spec: RunSpec, ended: Ended) -> None:  # noqa: D102
+    def ended(self, spec: RunSpec, ended: Ended, metric: float | None) -> None:  # noqa: D102
         self.ends[spec.method] = ended
 
 
@@ -67,6 +68,23 @@ def run_it(experiment: Experiment, folder: Path, **options: bool) -> Heard:
 def statuses(experiment: Experiment, folder: Path) -> list[str]:
     ends = [Store(folder).ended(spec.id) for spec in expand(experiment).runs]
     return [ended.status if ended else "to do" for ended in ends]
+
+
+def wait_until(true: Callable[[], bool], limit_s: float = 120) -> None:
+    deadline = time.monotonic() + limit_s
+    while not true():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.1)
+
+
+def processes_with(text: str) -> list[int]:
+    """Return the processes whose command line holds a text."""
+    found: list[int] = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if text.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
 
 
 def free_port() -> int:
@@ -115,16 +133,16 @@ def test_failures_are_kept_and_tried_again_on_request(tmp_path: Path) -> None:
 
 def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     """It counts as timeout, with the records it had."""
-    text = SHORT.replace("seeds = [0, 1]", "seeds = 0\ntimeout_s = 3").replace(
+    text = SHORT.replace("seeds = [0, 1]", "seeds = 0\ntimeout_s = 6").replace(
         "epochs = 1", "epochs = 100000"
     )
     experiment = short(text=text.replace('["C_complete", "D_ring"]', '"D_ring"'))
     heard = run_it(experiment, tmp_path)
     assert heard.ends["D_ring"].status == "timeout"
-    assert heard.ends["D_ring"].reason == "took more than 3 s"
+    assert heard.ends["D_ring"].reason == "took more than 6 s"
     story = Store(tmp_path).read(expand(experiment).runs[0].id)
     assert story.ended == heard.ends["D_ring"]
-    assert isinstance(story.records[0], Started)
+    assert any(isinstance(record, Step) for record in story.records)
 
 
 def test_a_killed_runner_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -149,12 +167,37 @@ def test_a_killed_runner_goes_on_where_it_was(tmp_path: Path) -> None:
     assert all(path.stat().st_mtime_ns == changed for path, changed in kept.items())
 
 
+def test_a_run_that_ended_in_the_last_moment_is_not_overwritten(tmp_path: Path) -> None:
+    """Whatever a runner makes of a process that died, the file of a whole run stays."""
+    run_it(short(), tmp_path)
+    store, spec = Store(tmp_path), expand(short()).runs[0]
+    whole = store.read(spec.id)
+    started = whole.records[0]
+    assert isinstance(started, Started)
+    store.conclude(started, 1, Ended(status="error", reason="killed"))
+    assert store.read(spec.id) == whole
+
+
+def test_processes_end_with_the_runner(tmp_path: Path) -> None:
+    """After kill -9 of the runner nothing of a distributed run is left: no torchrun, no rank."""
+    file = tmp_path / "long.toml"
+    text = SHORT.replace("workers = 4", 'workers = 2\nengine = "distributed"')
+    mark = f"0.0{os.getpid()}"  # in the specification that they are started with
+    file.write_text(text.replace("epochs = 1", f"lr = {mark}, epochs = 100000"))
+    command = [sys.executable, "-m", "gossamer", "bench", "run", str(file)]
+    runner = subprocess.Popen([*command, "--out", str(tmp_path)], stderr=subprocess.DEVNULL)
+    wait_until(lambda: len(processes_with(mark)) >= 3)  # torchrun and its ranks
+    os.kill(runner.pid, signal.SIGKILL)
+    runner.wait()
+    wait_until(lambda: not processes_with(mark))
+
+
 def test_a_process_that_is_killed_is_an_error_of_its_run(tmp_path: Path) -> None:
     """The runner says which signal ended it, keeps its records, and goes on with the others."""
 
     class Killer(Heard):
-        def advanced(self, spec: RunSpec, record: Step | Evaluation) -> None:
-            super().advanced(spec, record)
+        def advanced(self, spec: RunSpec, step: int) -> None:
+            super().advanced(spec, step)
             if spec.method == "C_complete":
                 for part in (tmp_path / "runs").glob(f"{spec.id}.*.part"):
                     os.kill(int(part.name.split(".")[1]), signal.SIGKILL)

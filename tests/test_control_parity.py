@@ -244,7 +244,7 @@ def test_norms_before_mixing_are_the_same_in_both_engines(order: str) -> None:
         options: Any = {"process_group": group, "order": order, "norms_every": 3}
         norms: list[Any] = []
         with decentralize(model, optimizer, "ring", **options) as gossip:
-            for step in range(5):
+            for step in range(6):
                 optimizer.zero_grad()
                 inputs, targets = batch(group.rank(), step)
                 nn.functional.mse_loss(model(inputs), targets).backward()
@@ -263,17 +263,19 @@ def test_norms_before_mixing_are_the_same_in_both_engines(order: str) -> None:
         dtype=torch.float64,
     )
     expected: list[Any] = []
-    for step in range(5):
+    for step in range(6):
         batches = [batch(worker, step) for worker in range(3)]
         inputs, targets = map(torch.stack, zip(*batches, strict=True))
         sim.step(inputs, targets)
         expected.append(sim.last_norms)
-    assert expected[0] is expected[2]
-    assert expected[3] is not expected[2]
-    assert expected[3].shape == (4, 3)
+    assert expected[:2] == [None, None]  # measured after the third step, and the sixth
+    assert expected[2] is expected[4]
+    assert expected[5] is not expected[4]
+    assert expected[5].shape == (4, 3)
     for norms in run_ranks(3, body):
-        np.testing.assert_allclose(norms, expected, rtol=1e-12)
-    dispersion = gossamer.consensus.dispersion(expected[3])
+        assert norms[:2] == [None, None]
+        np.testing.assert_allclose(norms[2:], expected[2:], rtol=1e-12)
+    dispersion = gossamer.consensus.dispersion(expected[5])
     assert dispersion.gini.shape == (4,)
     if order == "atc":  # after mixing workers are closer than before
         after = gossamer.consensus.tensor_norms([*sim.parameters.values()])

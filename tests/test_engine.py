@@ -34,6 +34,7 @@ def on_ranks(text: str) -> list[str]:
         {"topology": "ring", "control": "adaptive(s=0.05)"},
         {"topology": "local_sgd(every=3)", "order": "atc", "outer_lr": 0.7},
         {"topology": "ada(k0=4, gamma=2)", "lr_scaling": "linear", "lr_follows_graph": True},
+        {"topology": "ring", "max_bytes": 6.5e5},
     ],
 )
 def test_both_engines_yield_the_same_records(options: dict[str, str], pool: ProcessPool) -> None:
@@ -77,6 +78,24 @@ def test_a_run_tells_its_story_in_order() -> None:
     assert RunSpec.model_validate(first.spec).id == first.run_id == spec().id
     assert isinstance(last, Ended)
     assert (last.status, last.steps) == ("done", 12)
+
+
+@pytest.mark.parametrize(
+    ("limit", "steps"),
+    [({"max_steps": 5}, 5), ({"max_bytes": 6.5e5}, 6), ({"max_train_s": 1e-6}, 1)],
+)
+def test_a_budget_ends_a_run_at_the_step_that_reaches_it(
+    limit: dict[str, float], steps: int
+) -> None:
+    """Its last step is recorded, the model evaluated, and the rate has come down by then."""
+    story = list(run(spec(topology="ring", order="atc", log_every=100, **limit)))
+    step, evaluation, end = story[-3:]
+    assert isinstance(step, Step)
+    assert isinstance(evaluation, Evaluation)
+    assert isinstance(end, Ended)
+    assert (step.step, evaluation.step, end.steps, end.status) == (steps, steps, steps, "done")
+    if steps > 1:
+        assert step.lr < 0.25 * spec().lr
 
 
 def test_a_run_that_diverges_ends_and_says_so() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -68,55 +72,61 @@ def test_processes_equal_the_reference(pool: ProcessPool, topology: str, order: 
         torch.testing.assert_close(result, parameters, rtol=0, atol=1e-12)
 
 
-def torchrun(num_processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a program under torchrun's agent."""
+def test_parity_under_torchrun() -> None:
+    """Ranks that torchrun starts equal the reference: every order, a static and a varying graph.
+
+    All five, two of them as a group, and one alone.
+    """
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-    return subprocess.run(
-        [*command, str(num_processes), *arguments],
+    result = subprocess.run(
+        [*command, "5", "-m", "tests.torchrun_parity"],
         capture_output=True,
         text=True,
         timeout=140,
         check=False,
-        cwd=Path(__file__).parents[1],
+        cwd=EXAMPLES.parent,
     )
-
-
-@pytest.mark.parametrize("num_processes", [1, 2, 5])
-def test_parity_under_torchrun(num_processes: int) -> None:
-    """Ranks that torchrun starts equal the reference: every order, a static and a varying graph."""
-    result = torchrun(num_processes, "-m", "tests.torchrun_parity")
     assert result.returncode == 0, result.stderr[-2000:]
-    assert result.stdout.count("equal to the reference") == num_processes
+    for size in (5, 2, 1):
+        assert result.stdout.count(f"one of {size} is equal to the reference") == size
 
 
-def test_the_example_reaches_ddps_accuracy() -> None:
+def run_example(name: str) -> str:
+    """Run a script in the process group that is there already; return what it prints."""
+    output = io.StringIO()
+    with (
+        contextlib.redirect_stdout(output),
+        mock.patch.object(dist, "init_process_group"),
+        mock.patch.object(dist, "destroy_process_group"),
+    ):
+        runpy.run_path(str(EXAMPLES / f"{name}.py"))
+    return output.getvalue()
+
+
+def test_the_example_reaches_ddps_accuracy(pool: ProcessPool) -> None:
     """Digits on four processes: gossip is within 3 points of DDP, both above 88 %."""
     accuracy: dict[str, float] = {}
     for name in ("ddp", "ddp_to_gossip"):
-        result = torchrun(4, str(EXAMPLES / f"{name}.py"))
-        found = re.search(r"test accuracy (0\.\d+)", result.stdout)
-        assert found, result.stderr[-2000:]
+        printed = pool.run(run_example, name)[0]
+        found = re.search(r"test accuracy (0\.\d+)", printed)
+        assert found, printed
         accuracy[name] = float(found[1])
     assert min(accuracy.values()) > 0.88
     assert abs(accuracy["ddp"] - accuracy["ddp_to_gossip"]) < 0.03
 
 
-@pytest.mark.parametrize("mode", ["forgets", "raises"])
-def test_a_process_that_ends_without_close(mode: str, tmp_path: Path) -> None:
+def test_processes_that_end_without_close(tmp_path: Path) -> None:
     """One that forgets close() leaves with 0, and its slower peer too; one that raises with 1.
 
     Its peers then fail with an error of ours, in time; nobody is aborted and nobody hangs.
     """
-    command = [sys.executable, "-m", "tests.exit_without_close", mode, str(tmp_path / "store")]
-    ranks = [
-        subprocess.Popen([*command, str(rank)], stderr=subprocess.PIPE, text=True)
-        for rank in range(3)
-    ]
-    errors = [rank.communicate(timeout=100)[1] for rank in ranks]
-    if mode == "forgets":
-        assert [rank.returncode for rank in ranks] == [0, 0, 0], errors
-    else:
-        assert [rank.returncode for rank in ranks] == [1, 1, 1], errors
-        assert "ValueError: on purpose" in errors[1]
-        assert "ExchangeError" in errors[0]
-        assert "ExchangeError" in errors[2]
+    command = [sys.executable, "-m", "tests.exit_without_close", str(tmp_path)]
+    subprocess.run(command, check=True, timeout=140)
+    codes = {path.stem: path.read_text() for path in tmp_path.glob("*.code")}
+    errors = {path.stem: path.read_text() for path in tmp_path.glob("*.err")}
+    for rank in range(3):
+        assert codes[f"forgets-{rank}"] == "0", errors
+        assert codes[f"raises-{rank}"] == "1", errors
+    assert "ValueError: on purpose" in errors["raises-1"]
+    assert "ExchangeError" in errors["raises-0"]
+    assert "ExchangeError" in errors["raises-2"]

@@ -118,3 +118,18 @@ def test_a_translation_does_not_depend_on_padding() -> None:
     torch.testing.assert_close(
         model.decode(target, memory, mask), model.decode(target, alone, own_mask)
     )
+
+
+def test_greedy_translation_takes_the_most_likely_token_every_time() -> None:
+    """Token by token it is what the whole decoder says of the sequence so far."""
+    torch.manual_seed(0)
+    model = Translator(50, 8, width=16, layers=2, heads=2, dropout=0.5).double().eval()
+    nn.init.normal_(model.target.weight)
+    source = torch.tensor([[5, 6, 7, 3, 0, 0, 0, 0], [9, 3, 0, 0, 0, 0, 0, 0]])
+    expected = torch.full((2, 1), 2)
+    for _ in range(7):
+        logits = model(torch.cat((source, expected), 1))
+        expected = torch.cat((expected, logits[:, -1:].argmax(-1)), 1)
+    assert torch.equal(model.translate(source, begin=2, end=50), expected[:, 1:])
+    first = int(expected[0, 1])
+    assert model.translate(source[:1], begin=2, end=first).tolist() == [[first]]

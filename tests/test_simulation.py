@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -203,8 +203,9 @@ def test_a_worker_that_does_not_fit_is_tried_alone_and_said() -> None:
 
 @pytest.mark.filterwarnings("ignore:activations of one worker")
 @pytest.mark.parametrize("name", ALL_LAYERS)
-def test_chunks_change_nothing(name: str) -> None:
+def test_chunks_change_nothing(name: str, threads: Callable[[int], None]) -> None:
     """Bounded memory makes chunks of fewer workers, which compute the same."""
+    threads(1)
     task = ALL_LAYERS[name]
     whole = run(make(task, gradients="vmap"), task)
     stacked = 3 * sum(p.nbytes for p in whole.parameters.values())
@@ -221,6 +222,71 @@ def test_chunks_change_nothing(name: str) -> None:
     assert 1 in seen
     assert seen & {2, 3, 4, 5}
     assert 6 in seen
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", ["convnet", "deep LSTM", "transformer with dropout"])
+def test_threads_change_nothing(name: str, threads: Callable[[int], None]) -> None:
+    """Each takes chunks of workers, with a model of its own; statistics and masks included."""
+    task = ALL_LAYERS[name]
+    threads(1)
+    alone = run(make(task), task)
+    threads(3)
+    sim = run(make(task), task)
+    assert sim.state_dict()["gradients"]["chunk"] == 2
+    assert torch.get_num_threads() == 3
+    assert_same(sim, alone)
+
+
+def test_an_error_in_a_thread_is_the_callers(threads: Callable[[int], None]) -> None:
+    """What a model raises after it ran once comes out of the step; torch's threads are restored."""
+    threads(2)
+    sim = run(make(), steps=2)
+    inputs, targets = tasks.batches(MLP, 6, 2)
+    with pytest.raises(RuntimeError):
+        sim.step(inputs[..., :-1], targets)
+    assert torch.get_num_threads() == 2
+
+
+def test_autocast_holds_for_all_workers(threads: Callable[[int], None]) -> None:
+    """It is a setting of the calling thread."""
+    seen: set[torch.dtype] = set()
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        seen.add(output.dtype)
+        return MLP.loss(output, target)
+
+    threads(2)
+    sim = Simulation(MLP.make(), loss, sgd, 6, "ring", gradients="vmap")
+    with torch.autocast("cpu", torch.bfloat16):
+        run(sim, steps=2)
+    assert seen == {torch.bfloat16}
+
+
+class Crossed(nn.Module):
+    """Weights that a linear layer gets in part, transposed, twice, and with another sign."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.ones(9, 9)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply by each."""
+        linear = nn.functional.linear
+        x = linear(linear(x, self.a), self.a) + linear(x, self.b.T)
+        return linear(x, self.c[:7]) - linear(x[..., :7], self.c[:7, :7].contiguous())
+
+
+def test_gradients_of_weights_that_are_not_used_as_they_are() -> None:
+    """Kernels write to the stacked gradient only what is the whole gradient of a parameter."""
+    task = Task(Crossed, tasks.vectors)
+    assert_same(run(make(task), task), run(make(task, gradients="loop"), task))
 
 
 def test_workers_draw_from_their_own_seeds() -> None:

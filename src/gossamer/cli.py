@@ -13,14 +13,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from gossamer.bench.command import bench_app, demo_command
+from gossamer.bench.command import bench_app, data_command, demo_command
 from gossamer.errors import UserError
 from gossamer.lab.command import lab_command
 from gossamer.picture import first_rounds
 from gossamer.topology import CATALOGUE, Round, Schedule, parse
 from gossamer.topology.catalogue import example
 from gossamer.topology.summary import Summary, summarize
-from gossamer.workloads.command import data_command
 
 app = typer.Typer(
     name="gossamer",

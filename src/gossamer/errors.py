@@ -1,4 +1,7 @@
-"""The one exception type for what a user can cause."""
+"""What a user can cause: one type of exception, and a hint at what was meant."""
+
+import difflib
+from collections.abc import Iterable
 
 
 class UserError(ValueError):
@@ -7,3 +10,18 @@ class UserError(ValueError):
     The command line prints it in one line, without a traceback; every other exception is a
     defect of ours and keeps its traceback.
     """
+
+
+class ImpossibleError(UserError):
+    """Each part is known, but they do not go together, such as a torus of 7 workers."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return a hint at what was meant.
+
+    >>> nearest("rign", ["ring", "torus"])
+    "did you mean 'ring'?"
+    """
+    names = list(known)
+    match = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    return f"did you mean {match[0]!r}?" if match else f"choose from {', '.join(names)}"

@@ -15,7 +15,7 @@ from gossamer.errors import UserError
 
 SCHEMA = 1
 
-Status: TypeAlias = Literal["done", "diverged", "timeout", "error", "skipped"]
+Status: TypeAlias = Literal["done", "diverged", "timeout", "error"]
 
 
 class _Record(BaseModel):

@@ -1,50 +1,85 @@
-"""How long an experiment will take, from a few steps of each kind of run."""
+"""About how long an experiment will take, from a few steps of each kind of run."""
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
+
 from gossamer.engine import RunSpec, run
-from gossamer.records import Step
+from gossamer.records import Evaluation, Step
 
 _FIRST, _THEN = 6, 4
 """Steps before the measured ones, in which an engine chooses how to compute, and measured ones."""
 
+_START_S = 15.0
+"""What torchrun takes to start and end processes."""
 
-class Kind(NamedTuple):
-    """What runs must have in common to take equally long per step, nearly."""
+
+class _Kind(NamedTuple):
+    """What runs must have in common to take about equally long."""
 
     workload: str
     workers: int
+    topology: str
+    optimizer: str
+    control: str
     batch_size: int
     dtype: str
+
+
+class _Cost(NamedTuple):
+    step_s: float
+    evaluation_s: float
 
 
 def estimate_s(runs: Sequence[RunSpec], jobs: int) -> float:
     """Return about how many seconds all runs take, so many at a time.
 
-    Measures a few steps of one simulated run of each kind. Evaluation is not counted, and
-    distributed runs are taken for simulated ones.
+    Measures a few steps and an evaluation of one simulated run of each kind. Distributed runs come
+    one after the other, and are taken for simulated ones; no budget is taken into account.
     """
-    measured: dict[Kind, float] = {}
-    total = 0.0
+    measured: dict[_Kind, _Cost] = {}
+    together = alone = 0.0
     for spec in runs:
-        kind = Kind(spec.workload, spec.workers, spec.batch_size, spec.dtype)
+        kind = _Kind(*(getattr(spec, name) for name in _Kind._fields))
         if kind not in measured:
-            measured[kind] = _seconds_per_step(spec)
-        total += measured[kind] * spec.num_steps
-    return total / min(jobs, len(runs))
+            measured[kind] = _measure(spec)
+        step_s, evaluation_s = measured[kind]
+        evaluations = -(-spec.epochs // spec.evaluate_every)
+        taken = step_s * spec.num_steps + evaluation_s * evaluations
+        if spec.engine == "simulated":
+            together += taken
+        else:
+            alone += taken + _START_S
+    return together / min(jobs, len(runs)) + alone
 
 
-def _seconds_per_step(spec: RunSpec) -> float:
+def _measure(spec: RunSpec) -> _Cost:
     few = {
         "engine": "simulated",
         "epochs": 1,
         "steps_per_epoch": _FIRST + _THEN,
         "log_every": 1,
-        "evaluate_replicas": 0,
+        **dict.fromkeys(("max_steps", "max_bytes", "max_train_s")),
     }
-    short = RunSpec.model_validate(spec.model_dump() | few)
-    times = [record.train_s for record in run(short) if isinstance(record, Step)]
-    return (times[-1] - times[-1 - _THEN]) / _THEN
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as each of several runs at a time
+    try:
+        times: dict[int, float] = {}
+        last_s = evaluated_s = 0.0
+        for record in run(RunSpec.model_validate(spec.model_dump() | few)):
+            now = time.perf_counter()
+            if isinstance(record, Step):
+                times[record.step] = record.train_s
+                last_s = now
+            elif isinstance(record, Evaluation):
+                evaluated_s = now - last_s
+    finally:
+        torch.set_num_threads(threads)
+    # A run that diverges has fewer steps.
+    steps = [b - a for a, b in itertools.pairwise(times.values())] or list(times.values())
+    return _Cost(sum(steps[-_THEN:]) / len(steps[-_THEN:]), evaluated_s)

@@ -20,6 +20,7 @@ workers = 8
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -104,8 +105,8 @@ class Experiment(Block):
     include: list[dict[str, Any]] = []
     exclude: list[dict[str, Several[Any]]] = []
     skip_impossible: bool = False
-    """Record combinations that cannot be, such as a torus of 7, as skipped; by default they are
-    refused."""
+    """Leave out combinations that cannot be, such as a torus of 7, and list them; by default they
+    are refused."""
 
     timeout_s: PositiveFloat | None = None
     """The longest that one run may take."""
@@ -116,13 +117,21 @@ class Experiment(Block):
     @property
     def blocks(self) -> list[Block]:
         """The product of the experiment itself, and of what it includes."""
-        own = {key: value for key, value in self.model_dump().items() if key in Block.model_fields}
-        return [
-            validated(
-                Block, own | more, f"[[include]] {number} of {self.name}" if number else self.name
-            )
-            for number, more in enumerate([{}, *self.include])
+        own = {key: value for key, value in self if key in Block.model_fields}
+        return [validated(Block, own, self.name)] + [
+            validated(Block, _merged(own, more), f"[[include]] {number} of {self.name}")
+            for number, more in enumerate(self.include, start=1)
         ]
+
+
+def _merged(own: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an include's fields over those of the experiment; tables are merged key by key."""
+    tables = {
+        key: {**own[key], **value}
+        for key, value in more.items()
+        if key in ("run", "axes") and isinstance(value, dict)
+    }
+    return {**own, **more, **tables}
 
 
 def load(path: Path) -> Experiment:

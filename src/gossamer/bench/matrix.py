@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gossamer import workloads
-from gossamer.bench.experiment import Block, Experiment, Method
+from gossamer.bench.experiment import Block, Experiment
 from gossamer.bench.methods import fields_of
-from gossamer.bench.strict import nearest, validated
+from gossamer.bench.strict import validated
 from gossamer.engine import RunSpec
-from gossamer.errors import UserError
+from gossamer.errors import ImpossibleError, UserError, nearest
 
 
 class Skipped(NamedTuple):
@@ -30,33 +30,70 @@ class Matrix(NamedTuple):
 
 def expand(experiment: Experiment) -> Matrix:
     """Return the runs of an experiment; refuse it as a whole where one of them cannot be."""
-    _check_exclude(experiment)
+    excluded = _Excluded(experiment.exclude)
     runs: dict[str, RunSpec] = {}
     skipped: list[Skipped] = []
     for fields in itertools.chain.from_iterable(map(_points, experiment.blocks)):
-        if any(_matches(fields, pattern) for pattern in experiment.exclude):
+        if excluded.covers(fields):
             continue
         try:
             spec = validated(RunSpec, fields, _described(fields))
-        except UserError as error:
+        except ImpossibleError as error:
             if not experiment.skip_impossible:
                 raise UserError(
-                    f"{_described(fields)}: {error}; leave it out by [[exclude]], or set "
-                    "skip_impossible = true"
+                    f"{error}; leave it out by [[exclude]], or set skip_impossible = true"
                 ) from None
             skipped.append(Skipped(fields, str(error)))
-        else:
-            runs.setdefault(spec.id, spec)
+            continue
+        if not excluded.covers(spec.model_dump()):
+            _add(runs, spec)
+    excluded.check_used()
     if not runs:
         raise UserError(f"{experiment.name} must have at least one run, got none; exclude less")
     return Matrix(list(runs.values()), skipped)
 
 
+def _add(runs: dict[str, RunSpec], spec: RunSpec) -> None:
+    same = runs.setdefault(spec.id, spec)
+    if same.method != spec.method:
+        raise UserError(
+            f"methods with two names must differ, got {same.method!r} and {spec.method!r}, which "
+            "are the same run; leave one of them out"
+        )
+
+
+class _Excluded:
+    """What ``[[exclude]]`` leaves out: all runs that have the values of one of its tables."""
+
+    def __init__(self, patterns: Sequence[Mapping[str, list[Any]]]) -> None:
+        for name in itertools.chain.from_iterable(patterns):
+            if name not in RunSpec.model_fields:
+                hint = nearest(name, RunSpec.model_fields)
+                raise UserError(f"[[exclude]]: a run has no field {name!r}; {hint}")
+        self._patterns = patterns
+        self._used: set[int] = set()
+
+    def covers(self, fields: Mapping[str, Any]) -> bool:
+        found = [
+            number
+            for number, pattern in enumerate(self._patterns)
+            if all(fields.get(name) in values for name, values in pattern.items())
+        ]
+        self._used.update(found)
+        return bool(found)
+
+    def check_used(self) -> None:
+        for number, pattern in enumerate(self._patterns):
+            if number not in self._used:
+                raise UserError(
+                    f"[[exclude]] must leave something out, got {dict(pattern)}, which no run has; "
+                    "correct it or take it away"
+                )
+
+
 def _points(block: Block) -> Iterator[dict[str, Any]]:
     """Yield the fields of every run of a block, those that differ most slowly first."""
-    _check_fields({*block.run, *block.axes})
-    for method in block.methods:
-        _check_fields(method.fields)
+    _check_fields(block)
     axes: list[list[tuple[str, Any]]] = [
         [(name, value) for value in values] for name, values in block.axes.items()
     ]
@@ -73,13 +110,14 @@ def _points(block: Block) -> Iterator[dict[str, Any]]:
                 **block.run,
                 **dict(chosen),
             }
-            yield common | _method_fields(method, common) | {"method": method.name}
-
-
-def _method_fields(method: Method, common: Mapping[str, Any]) -> dict[str, Any]:
-    recipe = workloads.find(common["workload"]).recipe
-    epochs = common.get("epochs", recipe.epochs)
-    return fields_of(method.method, common["workers"], epochs) | method.fields
+            usual = workloads.find(workload).recipe.epochs
+            epochs = {**common, **method.fields}.get("epochs", usual)
+            yield {
+                **common,
+                **fields_of(method.method, workers, epochs if isinstance(epochs, int) else usual),
+                **method.fields,
+                "method": method.name,
+            }
 
 
 def _budget(block: Block) -> dict[str, float]:
@@ -90,24 +128,19 @@ def _budget(block: Block) -> dict[str, float]:
     return {name: limit for name, limit in limits.items() if limit is not None}
 
 
-def _check_fields(names: Any) -> None:
+def _check_fields(block: Block) -> None:
+    """Refuse what is no field of a run, and a field that is set in two places."""
     taken = {"workload", "workers", "engine", "seed", "method"}
     free = [name for name in RunSpec.model_fields if name not in taken]
-    for name in names:
+    for name in itertools.chain(block.run, block.axes, *(m.fields for m in block.methods)):
         if name not in free:
             raise UserError(f"a run has no field {name!r} to set; {nearest(name, free)}")
-
-
-def _check_exclude(experiment: Experiment) -> None:
-    for pattern in experiment.exclude:
-        for name in pattern:
-            if name not in RunSpec.model_fields:
-                hint = nearest(name, RunSpec.model_fields)
-                raise UserError(f"[[exclude]]: a run has no field {name!r}; {hint}")
-
-
-def _matches(fields: Mapping[str, Any], pattern: Mapping[str, list[Any]]) -> bool:
-    return all(fields.get(name) in values for name, values in pattern.items())
+    for method in block.methods:
+        for name in block.axes.keys() & {*block.run, *method.fields}:
+            raise UserError(
+                f"a field must be set in one place, got {name!r} in axes and also in run or in "
+                f"{method.name!r}; take one of them away"
+            )
 
 
 def _described(fields: Mapping[str, Any]) -> str:

@@ -10,16 +10,16 @@ ring, one_peer_exponential, …  any topology; mixed while the gradient is compu
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from functools import partial
+from inspect import signature
 from typing import Any
 
-from gossamer.bench.strict import nearest
 from gossamer.engine import CENTRALIZED
-from gossamer.errors import UserError
+from gossamer.errors import UserError, nearest
 from gossamer.topology import CATALOGUE
 from gossamer.topology.catalogue import read_call
-
-_OTHER_NAMES = ("C_complete", "Ada", "DiLoCo")
-NAMES = [*_OTHER_NAMES, *(f"D_{name}" for name in CATALOGUE), *CATALOGUE]
 
 _ADA_SHARE = 9
 """Ada's first degree at 1008 workers is 112, at 96 about 10: a ninth of the workers."""
@@ -32,30 +32,48 @@ def fields_of(method: str, workers: int, epochs: int) -> dict[str, Any]:
     {'topology': 'lattice(k=4)', 'order': 'atc'}
     """
     name, positional, named = read_call(method, "a method")
+    text = method.strip()
     if name not in NAMES:
         raise UserError(f"there is no method {name!r}; {nearest(name, NAMES)}")
-    if name == "C_complete":
-        return {"topology": CENTRALIZED}
-    if name == "DiLoCo":
-        return _diloco(*positional, **named)
-    if name == "Ada":
-        return {"topology": _ada(method, workers, epochs), "order": "atc"}
+    if name in _SPECIAL:
+        build = partial(_SPECIAL[name], workers, epochs)
+        try:
+            return build(*positional, **named)
+        except TypeError as error:
+            takes = ", ".join(list(signature(build).parameters)) or "no arguments"
+            raise UserError(f"{name} takes {takes}, got {text!r}: {error}") from None
     if name.startswith("D_") or name == "local_sgd":
-        return {"topology": method.strip().removeprefix("D_"), "order": "atc"}
-    return {"topology": method.strip()}
+        return {"topology": text.removeprefix("D_"), "order": "atc"}
+    return {"topology": text}
 
 
-def _ada(method: str, workers: int, epochs: int) -> str:
-    if "(" in method:
-        return f"ada{method.strip().removeprefix('Ada')}"
-    k0 = max(4, workers // _ADA_SHARE // 2 * 2)
-    return f"ada(k0={k0}, gamma={(k0 - 2) / epochs:.4g})"  # the ring in the last epoch
+def _centralized(workers: int, epochs: int, /) -> dict[str, Any]:
+    return {"topology": CENTRALIZED}
 
 
-def _diloco(every: int = 16, lr: float = 0.7, momentum: float = 0.9) -> dict[str, Any]:
+def _ada(
+    workers: int, epochs: int, /, k0: int | None = None, gamma: float | None = None
+) -> dict[str, Any]:
+    k0 = max(4, workers // _ADA_SHARE // 2 * 2) if k0 is None else k0
+    if gamma is None:  # the ring in the last epoch
+        gamma = math.ceil(1e4 * (k0 - 2) / max(1, epochs - 1)) / 1e4
+    return {"topology": f"ada(k0={k0}, gamma={gamma})", "order": "atc"}
+
+
+def _diloco(
+    workers: int, epochs: int, /, every: int = 16, lr: float = 0.7, momentum: float = 0.9
+) -> dict[str, Any]:
     return {
         "topology": f"local_sgd(every={every})",
         "order": "atc",
         "outer_lr": lr,
         "outer_momentum": momentum,
     }
+
+
+_SPECIAL: dict[str, Callable[..., dict[str, Any]]] = {
+    "C_complete": _centralized,
+    "Ada": _ada,
+    "DiLoCo": _diloco,
+}
+NAMES = [*_SPECIAL, *(f"D_{name}" for name in CATALOGUE), *CATALOGUE]

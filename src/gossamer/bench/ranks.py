@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator
+import traceback
 
 import torch
 import torch.distributed as dist
@@ -23,36 +23,35 @@ from gossamer.bench.store import Store
 from gossamer.engine import RunSpec
 from gossamer.engine.distributed import train_rank
 from gossamer.errors import UserError
-from gossamer.records import Record
+from gossamer.records import Ended
 
 
 def under_torchrun() -> bool:
-    """Return whether this process is a rank of torchrun's."""
-    return "TORCHELASTIC_RUN_ID" in os.environ
+    """Return whether this process is a rank that torchrun, or the lab, has started."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def run_as_rank(experiment: Experiment, store: Store) -> None:
+def run_as_rank(experiment: Experiment, store: Store, *, retry: bool = False) -> None:
     """Take part in the distributed runs that are on as many workers as there are ranks.
 
-    An exception ends the job on all ranks; torchrun's ``--max-restarts`` starts it again, with the
-    run that was cut off.
+    What a run raises is recorded as its end, and ends the job on all ranks: torchrun's
+    ``--max-restarts`` starts it again, with the runs that are left.
     """
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     size, first = dist.get_world_size(), dist.get_rank() == 0
-    runs = [
-        spec
-        for spec in expand(experiment).runs
-        if spec.engine == "distributed" and spec.workers == size
-    ]
-    if not runs:
+    runs = expand(experiment).runs
+    ours = [spec for spec in runs if spec.engine == "distributed" and spec.workers == size]
+    if not ours:
         raise UserError(
-            f"under torchrun, {experiment.name} must have distributed runs on {size} workers, got "
+            f"on {size} ranks, {experiment.name} must have distributed runs on {size} workers, got "
             "none; start as many ranks as a run has workers"
         )
     with store.locked(experiment.text) if first else contextlib.nullcontext():
-        for spec in runs:
-            if _agreed(is_pending(store, spec, retry=True) if first else False):
+        if first and len(ours) < len(runs):
+            _say(f"{len(runs) - len(ours)} runs are simulated or not on {size} workers: left out")
+        for spec in ours:
+            if _agreed(is_pending(store, spec, retry=retry) if first else False):
                 _run(spec, store if first else None)
     dist.destroy_process_group()
 
@@ -63,20 +62,18 @@ def _run(spec: RunSpec, store: Store | None) -> None:
             pass
         return
     store.set_aside(spec.id)
+    failure: Exception | None = None
     with store.writing(spec.id) as write:
-        for record in _told(spec):
-            write(record)
-
-
-def _told(spec: RunSpec) -> Iterator[Record]:
-    for record in train_rank(spec):
-        yield record
-        if record.kind == "ended":
-            print(
-                f"{spec.method}, {spec.workers} ranks, seed {spec.seed}: {record.status}",
-                file=sys.stderr,
-                flush=True,
-            )
+        try:
+            for record in train_rank(spec):
+                write(record)
+                if isinstance(record, Ended):
+                    _say(f"{spec.method}, {spec.workers} ranks, seed {spec.seed}: {record.status}")
+        except Exception as error:
+            failure = error
+            write(Ended(status="error", reason=traceback.format_exc()))
+    if failure is not None:
+        raise failure
 
 
 def _agreed(decided: bool) -> bool:
@@ -84,3 +81,7 @@ def _agreed(decided: bool) -> bool:
     decision = torch.tensor([int(decided)])
     dist.broadcast(decision, src=0)
     return bool(decision.item())
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

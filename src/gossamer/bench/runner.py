@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import signal
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
@@ -21,7 +22,8 @@ from gossamer.bench.matrix import expand
 from gossamer.bench.store import Store, StoreError
 from gossamer.engine import RunSpec
 from gossamer.engine.loop import environment
-from gossamer.records import Ended, Evaluation, Record, Started, Step
+from gossamer.records import Ended, Started
+from gossamer.simulate.memory import free_bytes
 
 _POLL_S = 0.2
 _LAST_WORDS_S = 10.0
@@ -39,12 +41,12 @@ class Listener(Protocol):
         """A run began."""
         ...
 
-    def advanced(self, spec: RunSpec, record: Step | Evaluation) -> None:
-        """A run goes on."""
+    def advanced(self, spec: RunSpec, step: int) -> None:
+        """A run has taken so many steps."""
         ...
 
-    def ended(self, spec: RunSpec, ended: Ended) -> None:
-        """A run came to its end."""
+    def ended(self, spec: RunSpec, ended: Ended, metric: float | None) -> None:
+        """A run came to its end; with the metric of its average model, where it got so far."""
         ...
 
 
@@ -71,11 +73,16 @@ def run_experiment(
         for spec in pending:
             store.set_aside(spec.id)
         listener.planned(pending, len(runs) - len(pending))
-        cores = len(os.sched_getaffinity(0))
-        for engine, at_once in (("simulated", jobs or cores), ("distributed", 1)):
+        cores = count_cores()
+        for engine, most in (("simulated", jobs or cores), ("distributed", 1)):
             chosen = deque(spec for spec in pending if spec.engine == engine)
-            pool = _Pool(store, listener, at_once, max(1, cores // at_once), experiment.timeout_s)
-            pool.run(chosen)
+            if chosen:
+                _Pool(store, listener, min(most, len(chosen)), experiment.timeout_s).run(chosen)
+
+
+def count_cores() -> int:
+    """Return how many cores this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def is_pending(store: Store, spec: RunSpec, *, retry: bool) -> bool:
@@ -92,26 +99,25 @@ class _Job:
     spec: RunSpec
     process: BaseProcess
     pipe: Connection
-    began: float = field(default_factory=time.monotonic)
+    began: float = math.inf
+    """When its process was there; importing what it needs does not count."""
 
 
 @final
 class _Pool:
-    """Processes that each do one run."""
+    """Processes that each do one run, so many at a time."""
 
     def __init__(
-        self,
-        store: Store,
-        listener: Listener,
-        jobs: int,
-        threads: int,
-        timeout_s: float | None,
+        self, store: Store, listener: Listener, jobs: int, timeout_s: float | None
     ) -> None:
         self._store = store
         self._listener = listener
         self._most = jobs
-        self._threads = threads
-        self._timeout_s = timeout_s
+        free = free_bytes() / 1e9 / jobs
+        self._share = child.Share(
+            max(1, count_cores() // jobs), free if math.isfinite(free) else None
+        )
+        self._timeout_s = timeout_s or math.inf
         self._jobs: list[_Job] = []
         self._context = _forkserver()
 
@@ -122,13 +128,15 @@ class _Pool:
                 while pending and len(self._jobs) < self._most:
                     self._start(pending.popleft())
                 ready = wait([job.pipe for job in self._jobs], timeout=_POLL_S)
+                for job in [job for job in self._jobs if job.pipe in ready]:
+                    self._receive(job)
                 for job in [*self._jobs]:
-                    if job.pipe in ready:
-                        self._receive(job)
-                    elif self._timeout_s and time.monotonic() - job.began > self._timeout_s:
+                    if time.monotonic() - job.began > self._timeout_s:
                         self._stop(job)
                         self._conclude(job, "timeout", f"took more than {self._timeout_s:g} s")
         finally:
+            for job in self._jobs:
+                job.process.terminate()  # all, before the first is waited for
             for job in [*self._jobs]:
                 self._stop(job)
 
@@ -136,7 +144,7 @@ class _Pool:
         here, there = self._context.Pipe(duplex=False)
         process = self._context.Process(
             target=child.run_here,
-            args=(spec.model_dump_json(), str(self._store.folder), self._threads, there),
+            args=(spec.model_dump_json(), str(self._store.folder), self._share, there),
         )
         process.start()
         there.close()
@@ -145,18 +153,20 @@ class _Pool:
 
     def _receive(self, job: _Job) -> None:
         try:
-            news: Record | StoreError = job.pipe.recv()
-        except EOFError:
+            news: child.News = job.pipe.recv()
+        except (EOFError, OSError):
             self._stop(job)
             self._conclude(job, "error", _how_it_died(job.process))
             return
         if isinstance(news, StoreError):
             raise news
-        if isinstance(news, Step | Evaluation):
-            self._listener.advanced(job.spec, news)
-        if isinstance(news, Ended):
+        if isinstance(news, child.Began):
+            job.began = time.monotonic()
+        elif isinstance(news, child.Advanced):
+            self._listener.advanced(job.spec, news.step)
+        else:
             self._stop(job)
-            self._listener.ended(job.spec, news)
+            self._listener.ended(job.spec, news.ended, news.metric)
 
     def _conclude(self, job: _Job, status: str, reason: str) -> None:
         """Write the end of a run that could not."""
@@ -164,7 +174,8 @@ class _Pool:
         ended = Ended.model_validate({"status": status, "reason": reason})
         started = Started(run_id=spec.id, spec=spec.model_dump(), environment=environment())
         self._store.conclude(started, job.process.pid or 0, ended)
-        self._listener.ended(spec, ended)
+        # It may have come to its own end in the last moment.
+        self._listener.ended(spec, self._store.ended(spec.id) or ended, None)
 
     def _stop(self, job: _Job) -> None:
         """End a process, if it has not ended; wait for it."""
@@ -183,7 +194,7 @@ def _forkserver() -> ForkServerContext:
     numpy's threads are counted when it is imported: one, because runs share the cores.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([child.__name__])
+    context.set_forkserver_preload([child.__name__, "sklearn.datasets"])
     given = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     try:

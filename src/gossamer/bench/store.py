@@ -156,7 +156,9 @@ class Store:
         self._settle(part, run_id)
 
     def conclude(self, started: Started, process: int, ended: Ended) -> None:
-        """End the file of a run whose process could not."""
+        """End the file of a run whose process could not; a file that is whole stays as it is."""
+        if self.ended(started.run_id) is not None:
+            return
         part = self._part(started.run_id, process)
         with _explained(part):
             written = part.read_bytes() if part.exists() else b""
@@ -168,12 +170,13 @@ class Store:
         self._settle(part, started.run_id)
 
     def set_aside(self, run_id: str) -> None:
-        """Keep the file of a run that is to be run again, where it has one."""
+        """Keep the file of a run that failed or is damaged, and is to be run again."""
         if not self._path(run_id).exists():
             return
         with _explained(self._failures):
             self._failures.mkdir(exist_ok=True)
-            number = 1 + len(list(self._failures.glob(f"{run_id}.*.jsonl")))
+            before = [path.name.split(".")[1] for path in self._failures.glob(f"{run_id}.*.jsonl")]
+            number = 1 + max(map(int, before), default=0)
             self._path(run_id).rename(self._failures / f"{run_id}.{number}.jsonl")
 
     def _settle(self, part: Path, run_id: str) -> None:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from gossamer.errors import UserError
+from gossamer.errors import UserError, nearest
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
 def validated(model: type[_Model], given: Mapping[str, Any], where: str) -> _Model:
-    """Return the value that a mapping holds.
+    """Return the value that a mapping holds; no type is taken for another.
 
     Args:
         model: what it is to be.
@@ -22,19 +21,15 @@ def validated(model: type[_Model], given: Mapping[str, Any], where: str) -> _Mod
         where: what an error calls it.
     """
     try:
-        return model.model_validate(dict(given))
+        return model.model_validate(dict(given), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
+        cause = first.get("ctx", {}).get("error")
+        if isinstance(cause, UserError):
+            raise type(cause)(f"{where}: {cause}") from None
         key = ".".join(map(str, first["loc"]))
         if first["type"] == "extra_forbidden":
-            raise UserError(
-                f"{where} has no key {key!r}; {nearest(key, model.model_fields)}"
-            ) from None
+            hint = nearest(str(first["loc"][-1]), model.model_fields)
+            raise UserError(f"{where} has no key {key!r}; {hint}") from None
         got = f", got {first['input']!r}" if first["type"] != "missing" else ""
-        raise UserError(f"{where}: {key or 'all of it'}: {first['msg']}{got}") from None
-
-
-def nearest(name: str, known: Any) -> str:
-    """Return a hint at what was meant."""
-    match = difflib.get_close_matches(name.rpartition(".")[2], list(known), n=1, cutoff=0.5)
-    return f"did you mean {match[0]!r}?" if match else f"choose from {', '.join(known)}"
+        raise UserError(f"{where}: {key}: {first['msg']}{got}") from None

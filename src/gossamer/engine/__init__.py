@@ -1,6 +1,6 @@
 """Run one specification, simulated or on real ranks, and yield the same records."""
 
-from gossamer.engine.run import ENGINES, run
+from gossamer.engine.run import run
 from gossamer.engine.spec import CENTRALIZED, LR_SCALINGS, LR_SCHEDULES, OPTIMIZERS, RunSpec
 
-__all__ = ["CENTRALIZED", "ENGINES", "LR_SCALINGS", "LR_SCHEDULES", "OPTIMIZERS", "RunSpec", "run"]
+__all__ = ["CENTRALIZED", "LR_SCALINGS", "LR_SCHEDULES", "OPTIMIZERS", "RunSpec", "run"]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gossamer.engine.spec import DTYPES, RunSpec
 from gossamer.workloads import Draw, draw_batches
+from gossamer.workloads.workload import as_they_are
 
 _AUGMENT = 2
 """A stream of random numbers besides those of ``workloads.sharding``."""
@@ -47,14 +48,16 @@ class Batches:
         What a worker's augmentation draws depends on the seed, the worker and the step alone.
         """
         chosen = torch.from_numpy(samples)
-        stored = self.data.train_inputs[chosen]
+        stored, targets = self.data.train_inputs[chosen], self.data.train_targets[chosen]
+        if self._transform is as_they_are:  # a generator per worker takes longer than the samples
+            return _cast(stored, self._dtype), targets
         inputs = torch.stack(
             [
                 self._transform(batch, np.random.default_rng((self._seed, _AUGMENT, worker, step)))
                 for batch, worker in zip(stored, self._workers, strict=True)
             ]
         )
-        return _cast(inputs, self._dtype), self.data.train_targets[chosen]
+        return _cast(inputs, self._dtype), targets
 
 
 def _cast(inputs: Tensor, dtype: torch.dtype) -> Tensor:

@@ -6,16 +6,18 @@ gossamer.engine.distributed`` is what each of them executes.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Protocol
+from typing import IO, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,14 +28,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gossamer.engine.batches import Batches
+from gossamer.engine.lifeline import end_with_parent
 from gossamer.engine.loop import train
 from gossamer.engine.spec import CENTRALIZED, RunSpec, set_lr, trained_names
 from gossamer.gossip import Gossip, decentralize
-from gossamer.records import Record, from_line, to_line
+from gossamer.records import Ended, Record, from_line, to_line
 from gossamer.simulate import worker_seed
 from gossamer.topology.round import FloatArray
 
 _POLL_S = 0.05
+_END_S = 60.0
+"""How long torchrun may take to end its ranks."""
 
 
 class RunError(RuntimeError):
@@ -45,26 +50,41 @@ def run(spec: RunSpec) -> Iterator[Record]:
     with tempfile.TemporaryDirectory(prefix="gossamer-run-") as folder:
         records, errors = Path(folder) / "records.jsonl", Path(folder) / "errors.txt"
         records.touch()
-        with errors.open("wb") as log:
-            processes = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-                    *("--nproc-per-node", str(spec.workers)),
-                    *("-m", "gossamer.engine.distributed", spec.model_dump_json(), str(records)),
-                ],
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-                stdout=log,
-                stderr=log,
-                start_new_session=True,  # Ctrl-C is for who started the run
-            )
-        try:
-            yield from _follow(records, processes)
-        finally:
-            processes.terminate()
-            processes.wait()
-        if processes.returncode != 0:
+        with errors.open("wb") as log, _torchrun(spec, records, log) as processes:
+            end: Record | None = None
+            for record in _follow(records, processes):
+                if isinstance(record, Ended):
+                    end = record  # the processes may still fail
+                else:
+                    yield record
+        if processes.returncode != 0 or end is None:
             said = errors.read_text(errors="replace").strip()[-3000:]
             raise RunError(f"{spec.workers} processes were to train {spec.workload}: {said}")
+        yield end
+
+
+@contextlib.contextmanager
+def _torchrun(spec: RunSpec, records: Path, log: IO[bytes]) -> Generator[subprocess.Popen[bytes]]:
+    processes = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "gossamer.engine.lifeline", "--standalone"),
+            *("--nproc-per-node", str(spec.workers)),
+            *("-m", "gossamer.engine.distributed", spec.model_dump_json(), str(records)),
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=log,
+        stderr=log,
+        start_new_session=True,  # Ctrl-C is for who started the run
+    )
+    try:
+        yield processes
+    finally:
+        processes.terminate()
+        try:
+            processes.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            processes.kill()  # its ranks end with it
+            processes.wait()
 
 
 def _follow(path: Path, processes: subprocess.Popen[bytes]) -> Iterator[Record]:
@@ -232,6 +252,7 @@ def train_rank(spec: RunSpec) -> Iterator[Record]:
 
 def _main(specification: str, path: str) -> None:
     """Train as one rank; rank 0 writes the records."""
+    end_with_parent(signal.SIGKILL)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     spec = RunSpec(**json.loads(specification))

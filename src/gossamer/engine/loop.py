@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import platform
 import subprocess
 import time
@@ -90,7 +91,7 @@ def train(spec: RunSpec, trainer: Trainer) -> Iterator[Record]:
         samples = trainer.draw(epoch)
         for batch in range(spec.steps_per_epoch):
             clock.time(partial(trainer.step, samples[:, batch], clock.lr))
-            if clock.step % spec.log_every and clock.step < spec.num_steps:
+            if clock.step % spec.log_every and not clock.over:
                 continue
             clock.look()
             measured = _measure(spec, clock, trainer)
@@ -142,6 +143,8 @@ class _Clock:
         take_step()
         self._own_s += time.perf_counter() - began
         self.step += 1
+        if self._spec.max_bytes or self._spec.max_train_s:
+            self.look()
         self.last_lr, self.lr = self.lr, self._spec.lr_at(self.step, self._done())
 
     def look(self) -> None:
@@ -219,6 +222,7 @@ def environment() -> dict[str, str]:
         "python": platform.python_version(),
         "machine": platform.machine(),
         "system": platform.system(),
+        "cores": str(os.cpu_count()),
         "threads": str(torch.get_num_threads()),
     }
 

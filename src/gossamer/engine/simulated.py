@@ -17,13 +17,13 @@ from gossamer.simulate import Centralized, Simulation
 from gossamer.topology.round import FloatArray
 
 
-def run(spec: RunSpec) -> Iterator[Record]:
-    """Run a specification in this process."""
-    return train(spec, _Virtual(spec))
+def run(spec: RunSpec, memory_gb: float | None = None) -> Iterator[Record]:
+    """Run a specification in this process; ``memory_gb`` as in ``Simulation``."""
+    return train(spec, _Virtual(spec, memory_gb))
 
 
 class _Virtual:
-    def __init__(self, spec: RunSpec) -> None:
+    def __init__(self, spec: RunSpec, memory_gb: float | None) -> None:
         self._batches = Batches(spec, range(spec.workers))
         self._workload = spec.make_workload()
         model, dtype = spec.make_model(), DTYPES[spec.dtype]
@@ -38,6 +38,7 @@ class _Virtual:
                 spec.workers,
                 dtype=dtype,
                 seed=spec.seed,
+                memory_gb=memory_gb,
             )
         else:
             self.mixing = self._sim = Simulation(
@@ -51,6 +52,7 @@ class _Virtual:
                 control=spec.control,
                 dtype=dtype,
                 seed=spec.seed,
+                memory_gb=memory_gb,
                 norms_every=spec.log_every,
             )
         self._outer = spec.make_outer(self._sim.parameters.values())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import lru_cache
@@ -23,9 +25,9 @@ from pydantic import (
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from gossamer import topology, workloads
-from gossamer.consensus import planner
-from gossamer.errors import UserError
+from gossamer import calls, topology, workloads
+from gossamer.consensus import parse_control, planner
+from gossamer.errors import ImpossibleError, UserError, nearest
 from gossamer.optim import AccumAdam, AccumAdamW, DiLoCo
 from gossamer.topology import Schedule
 from gossamer.workloads import Workload, parse_sharding
@@ -44,14 +46,14 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 }
 
 LR_SCHEDULES: dict[str, Callable[[float, float], float]] = {
-    "constant": lambda done, warmup: 1.0,
-    "cosine": lambda done, warmup: (1 + math.cos(math.pi * done)) / 2,
+    "constant": lambda done, warmups: 1.0,
+    "cosine": lambda done, warmups: (1 + math.cos(math.pi * done)) / 2,
     # Consensus control's setting: divided by 10 at 50 % and 75 %.
-    "steps": lambda done, warmup: 0.1 ** ((done >= 0.5) + (done >= 0.75)),
-    "inverse_sqrt": lambda done, warmup: math.sqrt(warmup / max(done, warmup)) if warmup else 1.0,
+    "steps": lambda done, warmups: 0.1 ** ((done >= 0.5) + (done >= 0.75)),
+    "inverse_sqrt": lambda done, warmups: max(1.0, warmups) ** -0.5,
 }
-"""Factor of the learning rate after warm-up, of the share of training that is done and the share
-that is warm-up."""
+"""Factor of the learning rate, of the share of training that is done, and of the steps that are,
+in lengths of the warm-up."""
 
 LR_SCALINGS: dict[str, Callable[[float], float]] = {
     "none": lambda s: 1.0,
@@ -69,7 +71,7 @@ _FROM_RECIPE: Any = Field(default=None)  # never None once made: see RunSpec._ta
 class RunSpec(BaseModel):
     """All that decides a run's result; what is not given comes from the workload's recipe."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     workload: str
     """A name in ``workloads.WORKLOADS``."""
@@ -109,7 +111,8 @@ class RunSpec(BaseModel):
     workers in centralized training, and a worker and its neighbours otherwise."""
 
     lr_follows_graph: bool = False
-    """Whether it is the neighbourhood of each step, or that of the first one."""
+    """Whether it is the neighbourhood of each step, or that of the first one; it is all workers for
+    local SGD."""
 
     reference_batch: PositiveInt = _FROM_RECIPE
     warmup_epochs: NonNegativeFloat = _FROM_RECIPE
@@ -121,11 +124,14 @@ class RunSpec(BaseModel):
 
     epochs: PositiveInt = _FROM_RECIPE
     steps_per_epoch: PositiveInt = _FROM_RECIPE
+    max_steps: PositiveInt | None = None
+    """End early after so many steps."""
+
     max_bytes: PositiveFloat | None = None
-    """End early when the average worker has sent so much; looked at when a step is logged."""
+    """End early when the average worker has sent so much."""
 
     max_train_s: PositiveFloat | None = None
-    """End early when steps have taken so long; looked at when a step is logged."""
+    """End early when steps have taken so long."""
 
     log_every: PositiveInt = 25
     """Steps between two Step records. They cost up to half of a step of the smallest model, so 25
@@ -146,9 +152,14 @@ class RunSpec(BaseModel):
         if other_optimizer:  # its options are not the recipe's
             recipe["optimizer_options"] = {}
         full = {**recipe, **given}
+        full["optimizer_options"] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in full["optimizer_options"].items()
+        }
         if full["steps_per_epoch"] is None:
-            per_step = max(1, int(full.get("workers", 1)) * int(full["batch_size"]))
-            full["steps_per_epoch"] = max(1, workload.num_train // per_step)
+            with contextlib.suppress(TypeError, KeyError):  # of another type: refused below
+                per_step = full["workers"] * full["batch_size"]
+                full["steps_per_epoch"] = max(1, workload.num_train // max(1, per_step))
         return full
 
     @model_validator(mode="after")
@@ -164,6 +175,14 @@ class RunSpec(BaseModel):
                 f"optimizer_options must be those of {self.optimizer}, got "
                 f"{self.optimizer_options}: {error}"
             ) from error
+        parse_control(self.control)
+        try:
+            self._check_together()
+        except UserError as error:
+            raise ImpossibleError(str(error)) from error
+        return self
+
+    def _check_together(self) -> None:
         if self.topology != CENTRALIZED:
             planner(self.control, self.schedule, self.order, self.gossip_steps)
         elif self.control != "plain":
@@ -175,7 +194,6 @@ class RunSpec(BaseModel):
                 f"an outer step follows the averages of local_sgd under atc, got {self.topology} "
                 f"under {self.order}; use topology 'local_sgd(every=16)' and order 'atc'"
             )
-        return self
 
     @property
     def id(self) -> str:
@@ -187,7 +205,7 @@ class RunSpec(BaseModel):
     @property
     def num_steps(self) -> int:
         """Steps of the whole run."""
-        return self.epochs * self.steps_per_epoch
+        return min(self.epochs * self.steps_per_epoch, self.max_steps or sys.maxsize)
 
     @property
     def schedule(self) -> Schedule:
@@ -197,7 +215,7 @@ class RunSpec(BaseModel):
     @property
     def local_steps(self) -> int | None:
         """Steps between two averages of local SGD; None for other topologies."""
-        if not self.topology.startswith("local_sgd"):
+        if self.topology == CENTRALIZED or calls.read(self.topology).name != "local_sgd":
             return None
         return self.schedule.period
 
@@ -209,17 +227,17 @@ class RunSpec(BaseModel):
             done: the share of training that is behind it, where a budget may end it early.
         """
         done = step / self.num_steps if done is None else done
-        warmup = min(1.0, self.warmup_epochs / self.epochs)
-        rising = min(1.0, (step + 1) / (self.warmup_epochs * self.steps_per_epoch or 1))
-        factor = LR_SCHEDULES[self.lr_schedule](done, warmup)
-        return self.lr * self._scaling(step) * rising * factor
+        warmups = (step + 1) / max(1.0, self.warmup_epochs * self.steps_per_epoch)
+        factor = LR_SCHEDULES[self.lr_schedule](done, warmups)
+        return self.lr * self._scaling(step) * min(1.0, warmups) * factor
 
     def _scaling(self, step: int) -> float:
         if self.lr_scaling == "none":
             return 1.0
-        neighbourhood = self.workers
-        if self.topology != CENTRALIZED:
-            neighbourhood = 1 + self.schedule.round(step if self.lr_follows_graph else 0).degree
+        neighbourhood: float = self.workers
+        if self.topology != CENTRALIZED and self.local_steps is None:
+            round = self.schedule.round(step if self.lr_follows_graph else 0)
+            neighbourhood = 1 + float(round.in_degrees.mean())
         return LR_SCALINGS[self.lr_scaling](self.batch_size * neighbourhood / self.reference_batch)
 
     def make_workload(self) -> Workload:
@@ -261,4 +279,6 @@ def _schedule(text: str, workers: int, steps_per_epoch: int) -> Schedule:
 
 def _check_name(table: dict[str, Any], name: str, what: str) -> None:
     if name not in table:
-        raise UserError(f"{what} must be one of {', '.join(table)}, got {name!r}")
+        raise UserError(
+            f"{what} must be one of {', '.join(table)}, got {name!r}; {nearest(name, table)}"
+        )

@@ -357,9 +357,7 @@ class Bulletin:
         while time.monotonic() < deadline:
             notice = seen[-1]
             if not notice.peers:
-                return _Cause(
-                    f"rank {notice.rank} {notice.what} at step {notice.step}", notice.rank
-                )
+                return _end_of(notice)
             if notice.call:
                 return self._explain_call(notice)
             peer, found = self._next_notice(notice, final=lost and notice is own)

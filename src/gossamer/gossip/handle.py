@@ -184,16 +184,16 @@ class Gossip:
         """Return every rank's number, in the order of ranks. A collective call."""
         return self.begin_gather(value, "a number from every rank")()
 
-    def begin_gather(self, value: int, what: str) -> Callable[[], list[int]]:
+    def begin_gather(self, value: int, call: str) -> Callable[[], list[int]]:
         """Begin what ``gather`` does; return the function that waits for it.
 
         Args:
             value: this rank's number.
-            what: what is waited for, for the error where a rank does not give its own.
+            call: what the numbers are for. Ranks that gather for something else are an error.
         """
         self._check_open()
         self._refuse_while_joining("gather()")
-        return self._transport.begin_gather(value, what)
+        return self._transport.begin_gather(value, call)
 
     # - Looking at other parameters, or changing them
 

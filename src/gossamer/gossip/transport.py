@@ -194,10 +194,7 @@ class Transport:
         wait = self._begin_sum(self._meeting, self._everyone, pairs, f"all ranks to come to {call}")
 
         def collect() -> list[int]:
-            began = time.perf_counter()
-            with self._bulletin.blocked():
-                wait()
-            self.meeting_s += time.perf_counter() - began
+            self._meet_in(wait)
             digests: list[int] = pairs[:, 0].tolist()
             others = [rank for rank, other in enumerate(digests) if other != digests[self.rank]]
             if others:
@@ -218,15 +215,12 @@ class Transport:
         """
         self._bulletin.raise_failure()
         rows = [torch.empty_like(row) for _ in self._everyone]
-        others = tuple(rank for rank in self._everyone if rank != self.rank)
         what = "the sketches of all ranks"
+        others = self._others_in(self._everyone)
         wait = self._post(lambda: self._meeting.allgather([rows], [row]), what, others)
 
         def collect() -> Tensor:
-            began = time.perf_counter()
-            with self._bulletin.blocked():
-                wait()
-            self.meeting_s += time.perf_counter() - began
+            self._meet_in(wait)
             return torch.stack(rows)
 
         return collect
@@ -256,10 +250,9 @@ class Transport:
         """Replace the tensor by rank 0's."""
         received = tensor.detach().clone(memory_format=torch.contiguous_format)
         as_bytes = received.view(-1).view(torch.uint8)  # any dtype travels as bytes
-        others = tuple(rank for rank in self._everyone if rank != self.rank)
-        wait = self._post(
-            lambda: self._meeting.broadcast([as_bytes]), "what rank 0 broadcasts", others
-        )
+        what = "what rank 0 broadcasts"
+        others = self._others_in(self._everyone)
+        wait = self._post(lambda: self._meeting.broadcast([as_bytes]), what, others)
         with self._bulletin.blocked():
             wait()
         tensor.detach().copy_(received)
@@ -339,9 +332,9 @@ class Transport:
     ) -> Callable[[], None]:
         if len(members) == 1:
             return lambda: None
-        others = tuple(member for member in members if member != self.rank)
         if members != self._everyone:
             what = f"{what} over {name_ranks(members)}"
+        others = self._others_in(members)
         return self._post(lambda: group.allreduce([tensor]), what, others)
 
     def _post(
@@ -362,6 +355,16 @@ class Transport:
             work.wait(self._bulletin.timeout) if self._on_cpu else work.wait()
         except RuntimeError as error:
             raise self._bulletin.failure(what, peers, error) from error
+
+    def _meet_in(self, wait: Callable[[], None]) -> None:
+        """Wait for all ranks, and add the time of it to ``meeting_s``."""
+        began = time.perf_counter()
+        with self._bulletin.blocked():
+            wait()
+        self.meeting_s += time.perf_counter() - began
+
+    def _others_in(self, members: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(member for member in members if member != self.rank)
 
     def _count(self, messages: int, num_bytes: int) -> None:
         self.messages_sent += messages
@@ -400,11 +403,11 @@ class Transport:
         return () if group is None else tuple(group.tolist())
 
     def _open_group(self, members: tuple[int, ...], purpose: str) -> ProcessGroup:
-        others = tuple(member for member in members if member != self.rank)
         try:
             # A backend by itself has the methods that we call.
             return cast(ProcessGroup, self._connect(members, purpose))
         except RuntimeError as error:
+            others = self._others_in(members)
             raise self._bulletin.failure("connections", others, error) from error
 
     def _connect(self, members: tuple[int, ...], purpose: str) -> object:

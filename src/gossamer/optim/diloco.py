@@ -55,6 +55,7 @@ class DiLoCo:
         for start, parameter in zip(self._start, self._parameters, strict=True):
             start.grad = start - parameter
         self._outer.step()
+        self._outer.zero_grad()
         for start, parameter in zip(self._start, self._parameters, strict=True):
             parameter.copy_(start)
 

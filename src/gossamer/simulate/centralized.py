@@ -104,13 +104,13 @@ class Centralized:
         start = {name: buffer.clone() for name, buffer in self._buffers.items()}
 
         def backward(index: int | slice, evaluate: Evaluate) -> None:
-            batch = select((inputs, targets), index, first.dtype)
+            x, y = select((inputs, targets), index, first.dtype)
             rows = losses_W[index].shape
             buffers = {
                 name: buffer.expand((*rows, *buffer.shape)).clone()
                 for name, buffer in start.items()
             }
-            losses = evaluate(self._trained, buffers, *batch)
+            losses = evaluate(self._trained, buffers, x, y, {})
             losses_W[index] = losses.detach()
             mean = losses.sum() / self.num_workers
             grads: Any = torch.autograd.grad(mean, tuple(self._trained.values()), allow_unused=True)

@@ -3,7 +3,8 @@
 Together is faster where a worker's own work is small, and impossible where a model does what vmap
 refuses; so both are there, and a few timed steps choose. How many go together follows from the
 memory that one worker's activations take: too few and calls cost more than arithmetic, too many and
-activations leave the cache. Chunks also bound the memory that a step needs.
+activations leave the cache. Chunks also bound the memory that a step needs. A thread per processor
+takes one chunk after the other: most of what a chunk calls is too small to be shared out well.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Generator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Protocol, TypeAlias, final
 
 import torch
@@ -37,6 +40,9 @@ _CHUNK_BYTES = (32 << 20, 16 << 20, 64 << 20, 128 << 20)
 """Activations of the workers that go together: about a last-level cache. The first is the rule, the
 others are tried where methods are timed."""
 
+_MOST_THREADS = 4
+"""Of Python: they take turns between torch's functions."""
+
 _PROBED = 4
 """Workers that the first vmap runs on, to see whether it works and what memory it takes."""
 
@@ -51,14 +57,28 @@ class Evaluate(Protocol):
     """Losses of one worker, or of a chunk of them: a leading dimension on everything."""
 
     def __call__(
-        self, parameters: Tensors, buffers: dict[str, Tensor], inputs: Any, targets: Any
+        self,
+        parameters: Tensors,
+        buffers: dict[str, Tensor],
+        inputs: Any,
+        targets: Any,
+        into: Tensors,
     ) -> Tensor:
-        """Run the model and the loss; buffers that the model replaces are replaced in the dict."""
+        """Run the model and the loss.
+
+        Args:
+            parameters: by name.
+            buffers: by name; those that the model replaces are replaced in the dict.
+            inputs: of the model.
+            targets: of the loss.
+            into: by name, memory that gradients of parameters may be written to.
+        """
         ...
 
 
 Backward: TypeAlias = Callable[[int | slice, Evaluate], None]
-"""Computes and stores losses and gradients of the workers that an index (int or slice) selects."""
+"""Computes and stores losses and gradients of the workers that an index (int or slice) selects.
+Where workers have parameters of their own, threads call it for different workers at once."""
 
 
 def worker_seed(seed: int, worker: int, step: int) -> int:
@@ -98,11 +118,12 @@ class PerWorker:
     ) -> None:
         if method not in _METHODS:
             raise UserError(f"gradients must be one of {', '.join(_METHODS)}, got {method!r}")
-        # A copy of its own, because what ran under vmap may stay in it: a cached activation, or a
-        # parameter of a module that is there twice, which functional_call does not put back. For
-        # the same reason names of one tensor are found here, once.
-        self._model = copy.deepcopy(model)
-        self._names = _names(self._model)
+        # A copy for each thread, because functional_call puts parameters into it. What ran under
+        # vmap may stay there: a cached activation, or a parameter of a module that is there twice.
+        # For the same reason names of one tensor are found here, once.
+        num_threads = 1 if one_model else min(_MOST_THREADS, torch.get_num_threads(), num_workers)
+        self._models = [copy.deepcopy(model) for _ in range(num_threads)]
+        self._names = _names(model)
         self._loss = loss
         self._num_workers = num_workers
         self._seed = seed
@@ -160,10 +181,14 @@ class PerWorker:
                 "time and take it all the same: use smaller batches or more memory_gb",
                 stacklevel=5,
             )
-        sizes = (min(size, self._room.good) / per_worker for size in _CHUNK_BYTES)
-        self._candidates = list(
-            dict.fromkeys(max(1, min(self._num_workers, int(s))) for s in sizes)
-        )
+        sizes = [max(1, int(min(size, self._room.good) / per_worker)) for size in _CHUNK_BYTES]
+        self._models = self._models[: max(sizes)]  # no more threads than there is room for
+        num_threads = len(self._models)
+        each = -(-self._num_workers // num_threads)
+        candidates = [max(1, min(each, size // num_threads)) for size in sizes]
+        if self._num_workers <= sizes[0]:
+            candidates.append(self._num_workers)  # one thread, and several in torch's functions
+        self._candidates = list(dict.fromkeys(candidates))
         if not self._timed or self._num_workers == 1:
             self._chosen = self._candidates[0]
         return done
@@ -173,7 +198,7 @@ class PerWorker:
         before = {name: buffer[index].clone() for name, buffer in buffers.items()}
         try:
             with _counted() as saved:
-                self._together(step, index, backward)
+                self._together(self._models[0], step, index, backward)
             return sum(saved.values())
         except Exception as error:  # whatever vmap and a model may raise at each other
             for name, buffer in buffers.items():
@@ -212,20 +237,46 @@ class PerWorker:
         if chunk == _LOOP:
             self._one_by_one(step, workers, backward)
             return
-        for first in range(workers.start, workers.stop, chunk):
-            self._together(step, slice(first, min(first + chunk, workers.stop)), backward)
+        chunks = [slice(i, min(i + chunk, workers.stop)) for i in workers[::chunk]]
+        models = self._models[: len(chunks)]
+        left = iter(chunks)  # shared by the threads
+
+        def work(model: nn.Module) -> None:
+            for index in left:
+                self._together(model, step, index, backward)
+
+        # What torch.autocast sets is the calling thread's own.
+        if len(models) <= 1 or torch.is_autocast_enabled("cpu"):
+            work(self._models[0])
+            return
+        each = max(1, torch.get_num_threads() // len(models))
+        with _threads_of_torch(each), ThreadPoolExecutor(len(models)) as pool:
+            for done in [pool.submit(work, model) for model in models]:
+                done.result()
 
     def _one_by_one(self, step: int, workers: range, backward: Backward) -> None:
         generator = torch.default_generator
         before = generator.get_state()
+
+        def evaluate(
+            parameters: Tensors,
+            buffers: dict[str, Tensor],
+            inputs: Any,
+            targets: Any,
+            into: Tensors,
+        ) -> Tensor:
+            loss, replaced = self._evaluate(self._models[0], parameters, buffers, inputs, targets)
+            buffers.update(replaced)
+            return loss
+
         try:
             for worker in workers:
                 generator.manual_seed(worker_seed(self._seed, worker, step))
-                backward(worker, self._evaluate_one)
+                backward(worker, evaluate)
         finally:
             generator.set_state(before)
 
-    def _together(self, step: int, index: slice, backward: Backward) -> None:
+    def _together(self, model: nn.Module, step: int, index: slice, backward: Backward) -> None:
         workers = range(index.start, index.stop)
 
         def generators() -> list[torch.Generator]:
@@ -233,25 +284,22 @@ class PerWorker:
             return [torch.Generator().manual_seed(seed) for seed in seeds]
 
         def evaluate(
-            parameters: Tensors, buffers: dict[str, Tensor], inputs: Any, targets: Any
+            parameters: Tensors,
+            buffers: dict[str, Tensor],
+            inputs: Any,
+            targets: Any,
+            into: Tensors,
         ) -> Tensor:
-            with StackedKernels(generators):
-                vectorized = torch.vmap(self._evaluate, in_dims=self._in_dims)
+            with StackedKernels(generators, [(parameters[name], into[name]) for name in into]):
+                vectorized = torch.vmap(partial(self._evaluate, model), in_dims=self._in_dims)
                 losses, replaced = vectorized(parameters, buffers, inputs, targets)
             buffers.update(replaced)
             return losses
 
         backward(index, evaluate)
 
-    def _evaluate_one(
-        self, parameters: Tensors, buffers: dict[str, Tensor], inputs: Any, targets: Any
-    ) -> Tensor:
-        loss, replaced = self._evaluate(parameters, buffers, inputs, targets)
-        buffers.update(replaced)
-        return loss
-
     def _evaluate(
-        self, parameters: Tensors, buffers: Tensors, inputs: Any, targets: Any
+        self, model: nn.Module, parameters: Tensors, buffers: Tensors, inputs: Any, targets: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return a worker's loss, and the buffers that its forward pass has replaced."""
         args, kwargs = (), {}
@@ -261,7 +309,7 @@ class PerWorker:
             args = inputs if isinstance(inputs, tuple) else (inputs,)
         given = {**parameters, **buffers}
         tensors = {name: given[first] for name, first in self._names.items() if first in given}
-        output = functional_call(self._model, tensors, args, kwargs, tie_weights=False)
+        output = functional_call(model, tensors, args, kwargs, tie_weights=False)
         replaced = {n: tensors[n].detach() for n, b in buffers.items() if tensors[n] is not b}
         for name, new in replaced.items():
             if new.shape != buffers[name].shape:
@@ -279,7 +327,7 @@ class PerWorker:
 
     def _where(self, error: BaseException) -> str:
         """Name the innermost layer that an exception came through."""
-        names = {id(module): name for name, module in self._model.named_modules()}
+        names = {id(module): name for name, module in self._models[0].named_modules()}
         found = "the loss"
         trace = error.__traceback__
         while trace is not None:
@@ -298,6 +346,17 @@ def _names(model: nn.Module) -> dict[str, str]:
         *model.named_buffers(remove_duplicate=False),
     )
     return {name: first.setdefault(id(tensor), name) for name, tensor in named}
+
+
+@contextmanager
+def _threads_of_torch(num: int) -> Generator[None]:
+    """Let each of torch's functions use fewer threads, in threads that are started meanwhile."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(num)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager

@@ -28,12 +28,18 @@ class StackedKernels(TorchFunctionMode):
 
     Args:
         generators: returns one random generator per worker of the chunk; asked when first needed.
+        into: for parameters of the chunk, where a kernel may write their gradient.
     """
 
-    def __init__(self, generators: Callable[[], list[torch.Generator]]) -> None:
+    def __init__(
+        self,
+        generators: Callable[[], list[torch.Generator]],
+        into: Sequence[tuple[Tensor, Tensor]] = (),
+    ) -> None:
         super().__init__()
         self._new_generators = generators
         self._generators: list[torch.Generator] = []
+        self._into = {parameter.data_ptr(): grad for parameter, grad in into}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the kernel of a function that has one, the function itself otherwise."""
@@ -48,12 +54,19 @@ class StackedKernels(TorchFunctionMode):
             self._generators = self._new_generators()
         return self._generators
 
+    def into(self, weight: Tensor) -> Tensor | None:
+        """Return where to write a gradient: once, for a weight that is a whole parameter."""
+        grad = self._into.get(weight.data_ptr())
+        if grad is None or grad.shape != weight.shape or not weight.is_contiguous():
+            return None
+        return self._into.pop(weight.data_ptr())
+
 
 # Kernels have the names of torch's arguments, for calls that use them.
 
 
-def _linear(_: StackedKernels, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    return _LinearUnderVmap.apply(input, weight, bias)
+def _linear(mode: StackedKernels, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    return _LinearUnderVmap.apply(input, weight, bias, mode.into)
 
 
 def _attention(
@@ -135,7 +148,7 @@ def _lstm(mode: StackedKernels, *args: Any) -> Any:
             backwards = i % ways == 1
             inputs = x.flip(0) if backwards else x
             y, hidden[i], cell[i] = cast(
-                "Any", _LstmUnderVmap.apply(inputs, hidden[i], cell[i], *cells[i])
+                "Any", _LstmUnderVmap.apply(mode.into, inputs, hidden[i], cell[i], *cells[i])
             )
             outputs.append(y.flip(0) if backwards else y)
         x = torch.cat(outputs, -1) if bidirectional else outputs[0]
@@ -191,8 +204,8 @@ class _UnderVmap(Function):
 
 class _LinearUnderVmap(_UnderVmap):
     @staticmethod
-    def vmap(info: Any, in_dims: Dims, x: Tensor, weight: Tensor, bias: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x_dim, weight_dim, bias_dim = in_dims
+    def vmap(info: Any, in_dims: Dims, x: Tensor, weight: Tensor, bias: Any, into: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x_dim, weight_dim, bias_dim, _ = in_dims
         if weight_dim is None:  # one model for all workers: one product over all of them
             y = F.linear(x.movedim(cast("int", x_dim), 0), weight)
             if bias is None:
@@ -201,9 +214,9 @@ class _LinearUnderVmap(_UnderVmap):
             return y + many.reshape(-1, *[1] * (y.dim() - 2), y.shape[-1]), 0
         x, weight, bias = (
             _in_front(tensor, dim, info.batch_size)
-            for tensor, dim in zip((x, weight, bias), in_dims, strict=True)
+            for tensor, dim in zip((x, weight, bias), in_dims[:3], strict=True)
         )
-        return StackedLinear.apply(x, weight, bias), 0
+        return StackedLinear.apply(x, weight, bias, into(weight)), 0
 
 
 class _AttentionUnderVmap(_UnderVmap):
@@ -237,30 +250,14 @@ class _DropoutUnderVmap(_UnderVmap):
 
 class _LstmUnderVmap(_UnderVmap):
     @staticmethod
-    def vmap(info: Any, in_dims: Dims, *tensors: Tensor) -> Any:
+    def vmap(info: Any, in_dims: Dims, into: Any, *tensors: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, h, c, w_input, w_hidden, *biases = (
             _in_front(tensor, dim, info.batch_size)
-            for tensor, dim in zip(tensors, in_dims, strict=True)
+            for tensor, dim in zip(tensors, in_dims[1:], strict=True)
         )
-        return stacked_lstm(x, h, c, w_input, w_hidden, sum(biases) if biases else None), (0, 0, 0)
-
-
-def stacked_lstm(
-    x_WTBI: Tensor, h: Tensor, c: Tensor, w_input: Tensor, w_hidden: Tensor, bias: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """One layer and direction of an LSTM for all workers; returns all h, the last h, the last c.
-
-    The part of the gates that depends on the input is one product over all time steps.
-    """
-    from_input = StackedLinear.apply(x_WTBI, w_input, bias)
-    transposed = w_hidden.mT
-    outputs: list[Tensor] = []
-    for now in cast("Tensor", from_input).unbind(1):
-        i, f, g, o = torch.baddbmm(now, h, transposed).chunk(4, -1)
-        c = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
-        h = torch.sigmoid(o) * torch.tanh(c)
-        outputs.append(h)
-    return torch.stack(outputs, 1), h, c
+        bias = sum(biases) if biases else None
+        grads = into(w_input), into(w_hidden)
+        return StackedLstm.apply(x, h, c, w_input, w_hidden, bias, grads), (0, 0, 0)
 
 
 class StackedLinear(Function):
@@ -270,14 +267,11 @@ class StackedLinear(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Any, into: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return y with the leading dimensions of x."""
         ctx.save_for_backward(x, weight)
-        rows = x.reshape(x.shape[0], -1, x.shape[-1])
-        if bias is None:
-            y = torch.bmm(rows, weight.mT)
-        else:
-            y = torch.bmm(rows, weight.mT).add_(bias.unsqueeze(1))
+        ctx.into = into
+        y = _product(x, weight, bias)
         # Not a view: autograd would refuse to have it changed in place, as by ReLU(inplace=True).
         return torch.ops.aten._unsafe_view.default(y, [*x.shape[:-1], weight.shape[1]])
 
@@ -285,14 +279,95 @@ class StackedLinear(Function):
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the gradients of those inputs that need one."""
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad
-        rows = x.reshape(x.shape[0], -1, x.shape[-1])
-        grads = grad.reshape(*rows.shape[:2], grad.shape[-1])
+        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        grads = _rows(grad)
         return (
             torch.bmm(grads, weight).view_as(x) if needs_x else None,
-            torch.bmm(grads.mT, rows) if needs_weight else None,
+            _weight_gradient(grads, _rows(x), ctx.into) if needs_weight else None,
             grads.sum(1) if needs_bias else None,
+            None,
         )
+
+
+class StackedLstm(Function):
+    """One layer and direction of an LSTM for all workers.
+
+    Its own backward pass, because autograd's would add up a gradient of the weight at every time
+    step, where one product over all of them does.
+    """
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any,
+        x_WTBI: Tensor,
+        h: Tensor,
+        c: Tensor,
+        w_input: Tensor,
+        w_hidden: Tensor,
+        *rest: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return h at all times, the last h and the last c."""
+        bias, ctx.into = rest
+        gates = _product(x_WTBI, w_input, bias).view(*x_WTBI.shape[:-1], -1)
+        hs, cs, tanhs = (gates.new_empty(*gates.shape[:-1], h.shape[-1]) for _ in range(3))
+        ctx.save_for_backward(x_WTBI, h, c, w_input, w_hidden, gates, hs, cs, tanhs)
+        transposed = w_hidden.mT
+        for t in range(gates.shape[1]):
+            i, f, g, o = gates[:, t].baddbmm_(h, transposed).chunk(4, -1)
+            for gate in (i, f, o):
+                gate.sigmoid_()
+            c = torch.mul(f, c, out=cs[:, t]).addcmul_(i, g.tanh_())
+            h = torch.mul(o, torch.tanh(c, out=tanhs[:, t]), out=hs[:, t])
+        return hs, h.clone(), c.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad_hs: Tensor, grad_h: Tensor, grad_c: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the gradients of all inputs."""
+        x, h, c, w_input, w_hidden, gates, hs, cs, tanhs = ctx.saved_tensors
+        grad_gates = torch.empty_like(gates)
+        for t in reversed(range(gates.shape[1])):
+            i, f, g, o = gates[:, t].chunk(4, -1)
+            to_i, to_f, to_g, to_o = grad_gates[:, t].chunk(4, -1)
+            grad_h = grad_h + grad_hs[:, t]
+            grad_c = grad_c + _tanh_backward(grad_h * o, tanhs[:, t])
+            _sigmoid_backward(grad_h * tanhs[:, t], o, grad_input=to_o)
+            _sigmoid_backward(grad_c * g, i, grad_input=to_i)
+            _sigmoid_backward(grad_c * (cs[:, t - 1] if t else c), f, grad_input=to_f)
+            _tanh_backward(grad_c * i, g, grad_input=to_g)
+            grad_c = grad_c * f
+            grad_h = torch.bmm(grad_gates[:, t], w_hidden)
+        into_input, into_hidden = ctx.into
+        rows = _rows(grad_gates)
+        return (
+            torch.bmm(rows, w_input).view_as(x),
+            grad_h,
+            grad_c,
+            _weight_gradient(rows, _rows(x), into_input),
+            _weight_gradient(rows, _rows(torch.cat([h.unsqueeze(1), hs[:, :-1]], 1)), into_hidden),
+            rows.sum(1) if ctx.needs_input_grad[5] else None,
+            None,
+        )
+
+
+_sigmoid_backward: Any = torch.ops.aten.sigmoid_backward
+_tanh_backward: Any = torch.ops.aten.tanh_backward
+
+
+def _rows(x: Tensor) -> Tensor:
+    """Return all but the first and the last dimension as one."""
+    return x.reshape(x.shape[0], -1, x.shape[-1])
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    y = torch.bmm(_rows(x), weight.mT)
+    return y if bias is None else y.add_(bias.unsqueeze(1))
+
+
+def _weight_gradient(grads: Tensor, rows: Tensor, into: Tensor | None) -> Tensor:
+    if into is None or into.dtype != grads.dtype:
+        return torch.bmm(grads.mT, rows)
+    torch.bmm(grads.mT, rows, out=into)
+    return into
 
 
 def _in_front(tensor: Any, dim: int | None, num_workers: int) -> Any:

@@ -23,8 +23,8 @@ from gossamer.topology import Round
 _BLOCK_BYTES = 4 << 20
 """Products run on blocks of columns of this size, so that a block and its result stay in cache."""
 
-_WINDOW_BYTES = 1 << 18
-"""What moves over the rows: it is passed over once per neighbour, in a core's own cache."""
+_WINDOW_BYTES = 1 << 20
+"""What moves over the rows: it is passed over once per neighbour, and should be in cache."""
 
 _FARTHEST = 4
 _DENSE_SHARE = 1 / 8
@@ -105,11 +105,12 @@ def _by_window(shifts: list[tuple[int, float]], x_WN: Tensor) -> None:
     reach = max(abs(shift) for shift, _ in shifts)
     rows = max(reach, _WINDOW_BYTES // (x_WN[0].nbytes or 1), 1)
     first, before = x_WN[:reach].clone(), x_WN[num_rows - reach :].clone()
+    memory = x_WN.new_empty(min(rows, num_rows) + 2 * reach, x_WN.shape[1])
     for start in range(0, num_rows, rows):
         block = x_WN[start : start + rows]
         after = torch.cat([x_WN[start + rows : start + rows + reach], first])[:reach]
-        window = torch.cat([before, block, after])
-        before = window[len(block) : len(block) + reach]
+        window = torch.cat([before, block, after], out=memory[: len(block) + 2 * reach])
+        before = window[len(block) : len(block) + reach].clone()
         for i, (shift, weight) in enumerate(shifts):
             neighbours = window[reach + shift : reach + shift + len(block)]
             if i == 0:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+from typing import Any, cast, final
 
 import numpy as np
 import numpy.typing as npt
@@ -216,21 +216,29 @@ class Simulation:
         first = next(iter(self._parameters.values()))
         losses_W = torch.empty(self.num_workers, dtype=first.dtype, device=first.device)
         used: set[str] = set()
+        for parameter in self._parameters.values():
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
 
         def backward(index: int | slice, evaluate: Evaluate) -> None:
             leaves = {n: p.detach()[index].requires_grad_() for n, p in self._parameters.items()}
-            given = {name: buffer[index] for name, buffer in self._buffers.items()}
+            # Not counted as changed where another thread changes other workers' rows.
+            given = {name: buffer.data[index] for name, buffer in self._buffers.items()}
             buffers = dict(given)
-            batch = select((inputs, targets), index, first.dtype)
-            losses = evaluate(leaves, buffers, *batch)
+            x, y = select((inputs, targets), index, first.dtype)
+            into = {n: cast("Tensor", p.grad)[index] for n, p in self._parameters.items()}
+            losses = evaluate(leaves, buffers, x, y, into)
             losses_W[index] = losses.detach()
             grads: Any = torch.autograd.grad(
                 losses.sum(), tuple(leaves.values()), allow_unused=True
             )
             for name, grad in zip(leaves, grads, strict=True):
-                if grad is not None:
-                    used.add(name)
-                _store_(self._parameters[name], index, grad)
+                if grad is None:  # some other worker may have used it
+                    into[name].zero_()
+                    continue
+                used.add(name)
+                if grad is not into[name]:
+                    into[name].copy_(grad.to_dense() if grad.is_sparse else grad)
             for name, buffer in self._buffers.items():
                 # Not before the backward pass, which may need the old ones.
                 if buffers[name] is not given[name]:
@@ -373,16 +381,6 @@ class _Meter:
 def _stack(tensor: Tensor, num_workers: int) -> Tensor:
     shape = (num_workers, *tensor.shape)
     return tensor.detach().expand(shape).clone(memory_format=torch.contiguous_format)
-
-
-def _store_(parameter: nn.Parameter, index: Any, grad: Tensor | None) -> None:
-    """Write some workers' gradient into the stacked one; zeros for a worker that did not use it."""
-    if grad is not None:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        parameter.grad[index].copy_(grad.to_dense() if grad.is_sparse else grad)
-    elif parameter.grad is not None:
-        parameter.grad[index].zero_()
 
 
 def _bytes(tensors: Any) -> int:

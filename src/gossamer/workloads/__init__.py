@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 
-from gossamer.errors import UserError
+from gossamer.errors import UserError, nearest
 from gossamer.workloads import (
     bytes_of_text,
     digits,
@@ -54,7 +53,7 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
 def find(name: str) -> Workload:
     """Return a workload by its name."""
     if name not in WORKLOADS:
-        near = difflib.get_close_matches(name, WORKLOADS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(WORKLOADS)}"
-        raise UserError(f"a workload must be one that exists, got {name!r}; {hint}")
+        raise UserError(
+            f"a workload must be one that exists, got {name!r}; {nearest(name, WORKLOADS)}"
+        )
     return WORKLOADS[name]()

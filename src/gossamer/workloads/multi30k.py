@@ -76,22 +76,9 @@ def _bleu(model: nn.Module, data: Data) -> float:
     hypotheses: list[str] = []
     for chosen in torch.arange(len(data.test_inputs)).split(250):
         sources = data.test_inputs[chosen][:, :_LENGTH]
-        tokens = translate(cast("Translator", model), sources)
+        tokens = cast("Translator", model).translate(sources, _BEGIN, _END)
         hypotheses += [" ".join(_sentence(row, corpus.words)) for row in tokens.tolist()]
     return float(_sacrebleu().corpus_bleu(hypotheses, [corpus.references], lowercase=True).score)
-
-
-@torch.no_grad()
-def translate(model: Translator, sources: Tensor) -> Tensor:
-    """Return the translations that take the most likely word every time."""
-    memory, mask = model.encode(sources)
-    tokens = torch.full((len(sources), 1), _BEGIN)
-    ended = torch.zeros(len(sources), dtype=torch.bool)
-    while tokens.shape[1] < _LENGTH and not ended.all():
-        new = model.next_tokens(tokens, memory, mask)
-        tokens = torch.cat((tokens, new[:, None]), 1)
-        ended |= new == _END
-    return tokens[:, 1:]
 
 
 def _sentence(tokens: list[int], words: list[str]) -> Iterable[str]:

@@ -8,9 +8,14 @@ Blocks normalize first (pre-norm). Attention itself has no dropout, so that it i
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import TypeAlias, cast, final
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+KeysAndValues: TypeAlias = tuple[Tensor, Tensor]
 
 
 class Attention(nn.Module):
@@ -27,12 +32,33 @@ class Attention(nn.Module):
         self, x_BTC: Tensor, to: Tensor, mask: Tensor | None = None, causal: bool = False
     ) -> Tensor:
         """Return what each position takes from ``to``, where the mask (B1TT) is true."""
-        query, key, value = (
-            part.unflatten(-1, (self._heads, -1)).transpose(1, 2)
-            for part in (self.query(x_BTC), *self.key_value(to).chunk(2, -1))
-        )
-        y = F.scaled_dot_product_attention(query, key, value, mask, is_causal=causal)
+        return self.attend(x_BTC, self.keys_and_values(to), mask, causal)
+
+    def keys_and_values(self, to: Tensor) -> KeysAndValues:
+        """Return the part that depends on what is attended to."""
+        keys, values = self.key_value(to).chunk(2, -1)
+        return self._split(keys), self._split(values)
+
+    def attend(
+        self, x_BTC: Tensor, to: KeysAndValues, mask: Tensor | None = None, causal: bool = False
+    ) -> Tensor:
+        """Return what each position takes."""
+        query = self._split(self.query(x_BTC))
+        y = F.scaled_dot_product_attention(query, *to, mask, is_causal=causal)
         return self.out(y.transpose(1, 2).flatten(-2))
+
+    def _split(self, x_BTC: Tensor) -> Tensor:
+        return x_BTC.unflatten(-1, (self._heads, -1)).transpose(1, 2)
+
+
+@final
+@dataclass(slots=True)
+class Past:
+    """What a decoder's block keeps while a sequence grows by one token at a time."""
+
+    memory: KeysAndValues
+    own: KeysAndValues | None = None
+    """Of the positions so far."""
 
 
 class Block(nn.Module):
@@ -68,6 +94,19 @@ class Block(nn.Module):
             taken = self.memory_attention(self.memory_norm(x_BTC), memory, memory_mask)
             x_BTC = x_BTC + self.dropout(taken)
         return x_BTC + self.dropout(self.perceptron(x_BTC))
+
+    def step(self, x_B1C: Tensor, past: Past, memory_mask: Tensor) -> Tensor:
+        """Return a new last position after this block: ``forward`` without dropout, for one."""
+        normed = self.norm(x_B1C)
+        keys, values = self.attention.keys_and_values(normed)
+        if past.own is not None:
+            keys = torch.cat((past.own[0], keys), 2)
+            values = torch.cat((past.own[1], values), 2)
+        past.own = keys, values
+        x_B1C = x_B1C + self.attention.attend(normed, past.own)
+        taken = self.memory_attention.attend(self.memory_norm(x_B1C), past.memory, memory_mask)
+        x_B1C = x_B1C + taken
+        return x_B1C + self.perceptron(x_B1C)
 
 
 class GPT(nn.Module):
@@ -145,10 +184,24 @@ class Translator(nn.Module):
             x = block(x, causal=True, memory=memory, memory_mask=mask)
         return self.decoder_norm(x)
 
-    def next_tokens(self, target: Tensor, memory: Tensor, mask: Tensor) -> Tensor:
-        """Return the most likely token after the target's last one."""
-        last = self.decode(target, memory, mask)[:, -1]
-        return F.linear(last, self.target.weight).argmax(-1)
+    @torch.no_grad()
+    def translate(self, source: Tensor, begin: int, end: int) -> Tensor:
+        """Return translations that take the most likely token every time, without the first."""
+        memory, mask = self.encode(source)
+        blocks = cast("list[Block]", list(self.decoder))
+        pasts = [Past(block.memory_attention.keys_and_values(memory)) for block in blocks]
+        tokens = torch.full((len(source), 1), begin)
+        ended = torch.zeros(len(source), 1, dtype=torch.bool)
+        for position in range(self.length - 1):
+            x = self.target(tokens[:, -1:]) + self.positions.weight[position]
+            for block, past in zip(blocks, pasts, strict=True):
+                x = block.step(x, past, mask)
+            new = F.linear(self.decoder_norm(x), self.target.weight).argmax(-1)
+            tokens = torch.cat((tokens, new), 1)
+            ended |= new == end
+            if ended.all():
+                break
+        return tokens[:, 1:]
 
     def _embed(self, table: nn.Embedding, tokens: Tensor) -> Tensor:
         return self.dropout(table(tokens) + self.positions.weight[: tokens.shape[1]])

@@ -1,0 +1,110 @@
+"""How an experiment goes on: bars on a terminal, lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from gossamer.bench.experiment import Experiment
+from gossamer.bench.runner import run_experiment
+from gossamer.bench.store import Store
+from gossamer.engine import RunSpec
+from gossamer.records import Ended
+
+
+def run_and_show(
+    experiment: Experiment, store: Store, *, jobs: int | None = None, retry: bool = False
+) -> None:
+    """Run an experiment with bars on a terminal, and lines elsewhere."""
+    if not sys.stderr.isatty():
+        run_experiment(experiment, store, _Lines(), jobs=jobs, retry=retry)
+        return
+    with _Bars() as bars:
+        run_experiment(experiment, store, bars, jobs=jobs, retry=retry)
+
+
+def title(spec: RunSpec) -> str:
+    """Return what a user calls a run."""
+    name = spec.method or spec.topology
+    return f"{spec.workload} {name}, {spec.workers} workers, seed {spec.seed}"
+
+
+def result(spec: RunSpec, ended: Ended, metric: float | None = None) -> str:
+    """Return in one line how a run ended."""
+    name = spec.make_workload().metric_name
+    score = "" if metric is None else f", {name} {metric:.4g}"
+    why = f": {ended.reason.strip().splitlines()[-1]}" if ended.reason else ""
+    return f"{title(spec)}: {ended.status}{score}, {ended.train_s:.1f} s{why}"
+
+
+class _Lines:
+    """One line per run, for logs."""
+
+    def __init__(self) -> None:
+        self._count = self._total = 0
+
+    def planned(self, runs: Sequence[RunSpec], done: int) -> None:
+        self._count, self._total = done, done + len(runs)
+        _say(f"{self._total} runs, {done} of them done before")
+
+    def started(self, spec: RunSpec) -> None:
+        pass
+
+    def advanced(self, spec: RunSpec, step: int) -> None:
+        pass
+
+    def ended(self, spec: RunSpec, ended: Ended, metric: float | None) -> None:
+        self._count += 1
+        _say(f"[{self._count}/{self._total}] {result(spec, ended, metric)}")
+
+
+class _Bars:
+    """A bar for all runs and one for each that goes on."""
+
+    def __init__(self) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=Console(stderr=True, highlight=False),
+        )
+        self._all = TaskID(0)
+        self._bars: dict[str, TaskID] = {}
+
+    def __enter__(self) -> _Bars:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def planned(self, runs: Sequence[RunSpec], done: int) -> None:
+        total = done + len(runs)
+        self._all = self._progress.add_task("[bold]all runs", total=total, completed=done)
+
+    def started(self, spec: RunSpec) -> None:
+        self._bars[spec.id] = self._progress.add_task(escape(title(spec)), total=spec.num_steps)
+
+    def advanced(self, spec: RunSpec, step: int) -> None:
+        self._progress.update(self._bars[spec.id], completed=step)
+
+    def ended(self, spec: RunSpec, ended: Ended, metric: float | None) -> None:
+        self._progress.remove_task(self._bars.pop(spec.id))
+        self._progress.advance(self._all)
+        self._progress.print(escape(result(spec, ended, metric)))
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
