@@ -22,6 +22,10 @@ _FLAGS = (
 )
 
 
+class BrowserError(Exception):
+    """A call of the protocol failed."""
+
+
 @final
 class Page:
     """One tab, and everything that it reported."""
@@ -47,7 +51,8 @@ class Page:
         while True:
             answer = self._read()
             if answer.get("id") == self._count:
-                assert "error" not in answer, answer
+                if "error" in answer:
+                    raise BrowserError(answer["error"]["message"])
                 return answer["result"]
             self.events.append(answer)
 
@@ -62,9 +67,18 @@ class Page:
     def wait_for(self, script: str, seconds: float = 40) -> None:
         """Wait until an expression is true."""
         end = time.monotonic() + seconds
-        while not self.run(script):
-            assert time.monotonic() < end, f"never true: {script}"
+        while time.monotonic() < end:
+            with contextlib.suppress(BrowserError):  # the page is being left
+                if self.run(script):
+                    return
             time.sleep(0.05)
+        pytest.fail(f"never true: {script}")
+
+    def reload(self) -> None:
+        """Load the page again and wait until it is ready."""
+        self.run("document.documentElement.dataset.ready = 'no'")
+        self.call("Page.reload")
+        self.wait_for("document.documentElement?.dataset.ready === 'yes'")
 
     def open(self, url: str, width: int = 1280, *, dark: bool = False) -> None:
         """Open a report and wait until it is ready."""

@@ -99,6 +99,9 @@ class Reader:
         """Return what the folder holds now."""
         self._refresh()
         matrix, name, text, remark = self._experiment()
+        if matrix and self._kept and not self._kept.keys() & {spec.id for spec in matrix.runs}:
+            remark = "its file asks for none of those in the folder, so another version made them"
+            matrix = None
         planned = {spec.id: spec.method for spec in matrix.runs} if matrix else {}
         chosen = {
             run_id: kept for run_id, kept in self._kept.items() if not planned or run_id in planned
