@@ -13,6 +13,7 @@ from gossamer.bench.experiment import Experiment, load, parse
 from gossamer.bench.methods import fields_of
 from gossamer.engine import RunSpec
 from gossamer.errors import UserError
+from gossamer.runtime_model.profile import Bucket, Link, Network, Profile, write_profile
 
 SMALL = """
 name = "small"
@@ -90,6 +91,31 @@ def test_a_budget_is_for_every_run() -> None:
     """Megabytes and seconds become limits of each specification."""
     runs = expand(experiment("budget = { bytes_mb = 2, train_s = 30 }")).runs
     assert {(spec.max_bytes, spec.max_train_s) for spec in runs} == {(2e6, 30.0)}
+
+
+def test_equal_modelled_time_gives_a_slower_method_fewer_steps(tmp_path: Path) -> None:
+    """A link of 100 Mbit/s: the steps that fit into a second, by the runtime model."""
+    path = tmp_path / "profile.json"
+    link = Link(bits_s=1e8, latency_s=1e-4)
+    profile = Profile(
+        name="by hand",
+        workers=4,
+        forward_s=0.01,
+        buckets=(Bucket(num_bytes=1_000_000, backward_s=0.02, update_s=0.001),),
+        network=Network(inside=link, between=link),
+    )
+    write_profile(profile, path)
+    budget = f'budget = {{ modelled_s = 10, profile = "{path}" }}'
+    runs = expand(experiment(budget)).runs
+    steps = {(spec.method, spec.workers): spec.num_steps for spec in runs}
+    # 8 Mbit on the wire take 80 ms; a ring sends twice that, hidden behind 31 ms where it overlaps.
+    assert steps["D_ring", 4] < steps["ring", 4] < 10 / 0.08
+    assert steps["C_complete", 4] > steps["C_complete", 8]
+    with pytest.raises(UserError, match="modelled_s and profile go together"):
+        experiment("budget = { modelled_s = 10 }")
+    held = SMALL.replace('"ring"]', '{ name = "held", method = "ring", control = "auto" }]')
+    with pytest.raises(UserError, match="must be known before it, got control 'auto'"):
+        expand(experiment(budget, held))
 
 
 def test_learning_rates_follow_the_averaging_neighbourhood() -> None:

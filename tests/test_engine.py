@@ -34,7 +34,7 @@ def on_ranks(text: str) -> list[str]:
         {"topology": "ring", "control": "adaptive(s=0.05)"},
         {"topology": "local_sgd(every=3)", "order": "atc", "outer_lr": 0.7},
         {"topology": "ada(k0=4, gamma=2)", "lr_scaling": "linear", "lr_follows_graph": True},
-        {"topology": "ring", "max_bytes": 6.5e5},
+        {"topology": "ring", "max_steps": 8},
     ],
 )
 def test_both_engines_yield_the_same_records(options: dict[str, str], pool: ProcessPool) -> None:

@@ -80,6 +80,21 @@ class Budget(_Strict):
     train_s: PositiveFloat | None = None
     """Measured seconds in training steps."""
 
+    modelled_s: PositiveFloat | None = None
+    """Seconds that steps would take in the job of ``profile``, by the runtime model."""
+
+    profile: str | None = None
+    """A file of ``gossamer profile``."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Budget:
+        if (self.modelled_s is None) != (self.profile is None):
+            raise UserError(
+                "modelled_s and profile go together, got one of them; add the other, or take both "
+                "away"
+            )
+        return self
+
 
 class Block(_Strict):
     """Runs: the product of all that has several values."""

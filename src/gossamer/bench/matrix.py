@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from gossamer import workloads
 from gossamer.bench.experiment import Block, Experiment
 from gossamer.bench.methods import fields_of
+from gossamer.bench.modelled import steps_within
 from gossamer.bench.strict import validated
 from gossamer.engine import RunSpec
 from gossamer.errors import ImpossibleError, UserError, nearest
+from gossamer.runtime_model.profile import read_profile
 
 
 class Skipped(NamedTuple):
@@ -33,11 +36,12 @@ def expand(experiment: Experiment) -> Matrix:
     excluded = _Excluded(experiment.exclude)
     runs: dict[str, RunSpec] = {}
     skipped: list[Skipped] = []
-    for fields in itertools.chain.from_iterable(map(_points, experiment.blocks)):
+    points = ((block, fields) for block in experiment.blocks for fields in _points(block))
+    for block, fields in points:
         if excluded.covers(fields):
             continue
         try:
-            spec = validated(RunSpec, fields, _described(fields))
+            spec = _within_modelled_time(validated(RunSpec, fields, _described(fields)), block)
         except ImpossibleError as error:
             if not experiment.skip_impossible:
                 raise UserError(
@@ -126,6 +130,15 @@ def _budget(block: Block) -> dict[str, float]:
         "max_train_s": block.budget.train_s,
     }
     return {name: limit for name, limit in limits.items() if limit is not None}
+
+
+def _within_modelled_time(spec: RunSpec, block: Block) -> RunSpec:
+    budget = block.budget
+    if budget.modelled_s is None or budget.profile is None:
+        return spec
+    steps = steps_within(budget.modelled_s, spec, read_profile(Path(budget.profile)))
+    limit = min(steps, spec.max_steps or steps)
+    return RunSpec.model_validate({**spec.model_dump(), "max_steps": limit})
 
 
 def _check_fields(block: Block) -> None:
