@@ -64,8 +64,11 @@ class Score:
     """By how much the advised method was slower than the fastest measured one, at worst."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it for a JSON line."""
-        return asdict(self)
+        """Return it for a JSON line; null where there is nothing to score."""
+        return {
+            key: None if isinstance(value, float) and math.isnan(value) else value
+            for key, value in asdict(self).items()
+        }
 
 
 def score(points: Sequence[Point]) -> Score:
