@@ -25,13 +25,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from gossamer.engine.batches import Batches
 from gossamer.engine.spec import RunSpec
 from gossamer.errors import UserError
 from gossamer.gossip import Gossip, decentralize
 from gossamer.runtime_model.links import measure_network
 from gossamer.runtime_model.presets import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from gossamer.runtime_model.profile import Bucket, Hooks, Profile, write_profile
-from gossamer.workloads import Draw, draw_batches
 
 _MOST_FACTORS = 2000
 _PASSES = 5
@@ -328,22 +328,17 @@ def measure_workload(name: str, path: Path, steps: int) -> None:
         )
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
-    spec = RunSpec(workload=name, workers=size)
+    spec = RunSpec(
+        workload=name, workers=dist.get_world_size(), epochs=1, steps_per_epoch=_WARMUP + steps
+    )
     workload, model = spec.make_workload(), spec.make_model()
-    data = workload.load()
+    batches = Batches(spec, [dist.get_rank()])
     optimizer = spec.make_optimizer(model.parameters())
     measure(model, optimizer, path, name=name, steps=steps)
-    draw = Draw(
-        num_samples=len(data.train_inputs),
-        num_workers=size,
-        batch_size=spec.batch_size,
-        steps_per_epoch=_WARMUP + steps,
-        seed=spec.seed,
-    )
-    for samples in torch.from_numpy(draw_batches(draw, rank, 0)):
+    for step, samples in enumerate(batches.draw(epoch=0)[0]):
+        inputs, targets = batches.fetch(samples[None], step)
         optimizer.zero_grad()
-        workload.loss(model(data.train_inputs[samples]), data.train_targets[samples]).backward()
+        workload.loss(model(inputs[0]), targets[0]).backward()
         optimizer.step()
     dist.barrier()  # whoever leaves first would break connections that others still use
     dist.destroy_process_group()
