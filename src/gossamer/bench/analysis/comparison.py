@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from gossamer.bench.analysis.statistics import Interval, crossings, interval
+from gossamer.bench.analysis.statistics import Interval, crossings, interval, noise
 from gossamer.bench.analysis.tabulate import Tables
 
 SETTING = ["workload", "workers"]
@@ -50,19 +50,22 @@ def differences(runs: pl.DataFrame) -> pl.DataFrame:
     """Return one row per pair of methods at one scale: how much better the first one is.
 
     ``better`` is the mean over shared seeds of the difference in final quality, where a lower
-    metric may be the better one, with its interval.
+    metric may be the better one, with its interval: from the noise of all methods at this scale
+    over the seeds that all have, or where these are fewer than two, from the pair's alone.
     """
     rows: list[dict[str, Any]] = []
     done = runs.filter(pl.col("quality").is_not_null())
     for key, group in done.group_by(SETTING, maintain_order=True):
         methods = group["method"].unique(maintain_order=True).to_list()
         of = {m: _by_seed(group.filter(pl.col("method") == m)) for m in methods}
+        common = sorted(set[int].intersection(*map(set, of.values())))
+        known = noise([[of[m][seed] for seed in common] for m in methods]) if common else None
         for first in methods:
             for second in methods:
                 shared = sorted(of[first].keys() & of[second].keys())
                 if first == second or not shared:
                     continue
-                gap = interval([of[first][seed] - of[second][seed] for seed in shared])
+                gap = interval([of[first][seed] - of[second][seed] for seed in shared], known)
                 row: dict[str, Any] = dict(zip(SETTING, key, strict=True))
                 rows.append(row | {"method": first, "other": second} | _named(gap, "better"))
     return pl.DataFrame(rows, schema=_DIFFERENCE_SCHEMA)

@@ -39,6 +39,14 @@ class Interval(NamedTuple):
     runs: int
 
 
+class Noise(NamedTuple):
+    """What of results neither the method nor the seed explains."""
+
+    variance: float
+    freedom: int
+    """Degrees of freedom: how much it is known from."""
+
+
 class Fit(NamedTuple):
     """y = intercept + slope·x by least squares."""
 
@@ -79,8 +87,29 @@ def spearman(
     return Correlation(rho, _p_value(rho, ranks_x, ranks_y, scale, groups), n)
 
 
-def interval(values: npt.ArrayLike) -> Interval:
+def noise(results: npt.ArrayLike) -> Noise | None:
+    """Return the noise in results [methods, seeds], taken to be the same for all methods.
+
+    With two seeds a pair of methods says next to nothing of its own noise; all methods together do.
+    None for one method or one seed.
+
+    >>> noise([[1.0, 2.0], [2.0, 3.5]])
+    Noise(variance=0.0625, freedom=1)
+    """
+    a = np.asarray(results, np.float64)
+    freedom = (a.shape[0] - 1) * (a.shape[1] - 1)
+    if freedom < 1:
+        return None
+    left = a - a.mean(1, keepdims=True) - a.mean(0, keepdims=True) + a.mean()
+    return Noise(float((left**2).sum()) / freedom, freedom)
+
+
+def interval(values: npt.ArrayLike, known: Noise | None = None) -> Interval:
     """Return the mean with its 95 % interval, by Student's t.
+
+    Args:
+        values: of one method over seeds, or differences of two.
+        known: the noise of the two whose differences these are; else it is taken from the values.
 
     >>> low, high = interval([1.0, 2.0, 3.0])[1:3]
     >>> round(low, 3), round(high, 3)
@@ -88,9 +117,12 @@ def interval(values: npt.ArrayLike) -> Interval:
     """
     a = np.asarray(values, np.float64)
     mean = float(a.mean())
-    if len(a) < 2:
+    if known is None and len(a) < 2:
         return Interval(mean, None, None, len(a))
-    half = float(stats.t.ppf(0.975, len(a) - 1)) * float(a.std(ddof=1)) / math.sqrt(len(a))
+    variance, freedom = (
+        (float(a.var(ddof=1)), len(a) - 1) if known is None else (2 * known.variance, known.freedom)
+    )
+    half = float(stats.t.ppf(0.975, freedom)) * math.sqrt(variance / len(a))
     return Interval(mean, mean - half, mean + half, len(a))
 
 
