@@ -400,3 +400,40 @@ def test_a_user_who_is_not_root_is_told() -> None:
     done = subprocess.run(python(code), capture_output=True, text=True, timeout=50, check=True)
     assert "must be run as root" in done.stdout
     assert "sudo" in done.stdout
+
+
+@needs_lab
+@pytest.mark.timeout(200)
+def test_an_experiment_runs_on_hosts(tmp_path: Path) -> None:
+    """The file that runs on one machine runs on two hosts, one rank each; rank 0 keeps records."""
+    file = tmp_path / "two.toml"
+    file.write_text(
+        """
+        name = "two"
+        workload = "digits-mlp"
+        engine = ["simulated", "distributed"]
+        workers = 2
+        methods = "D_ring"
+        run = { epochs = 1, steps_per_epoch = 4 }
+        """
+    )
+    bench = ["gossamer", "bench", "run", str(file), "--out", str(tmp_path / "out")]
+    result = subprocess.run(
+        [*COMMAND, "--hosts", "2", "--rate", "1gbit", "--", sys.executable, "-m", *bench],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        timeout=180,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "D_ring, 2 ranks, seed 0: done" in result.stdout + result.stderr
+    status = subprocess.run(
+        [sys.executable, "-m", "gossamer", "bench", "status", str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert "1 done" in status.stdout
+    assert "1 to do" in status.stdout
