@@ -166,6 +166,10 @@ def _measure(spec: RunSpec, clock: _Clock, trainer: Trainer) -> Step:
     """Return the record of the step that was just taken."""
     losses = trainer.losses()
     mixing = trainer.mixing
+    apart: dict[str, Any] = _one_model(spec)
+    if mixing is not None:
+        with np.errstate(all="ignore"):  # a run that diverges is a result
+            apart = _differences(spec, clock, trainer, mixing)
     return Step(
         step=clock.step,
         epoch=(clock.step - 1) // spec.steps_per_epoch,
@@ -174,7 +178,7 @@ def _measure(spec: RunSpec, clock: _Clock, trainer: Trainer) -> Step:
         worst_loss=float(losses.max()),
         bytes_sent=clock.bytes_sent,
         train_s=clock.train_s,
-        **(_one_model(spec) if mixing is None else _differences(spec, clock, trainer, mixing)),
+        **apart,
     )
 
 
