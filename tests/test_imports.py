@@ -14,6 +14,7 @@ SOURCE = Path(__file__).parents[1] / "src" / "gossamer"
 # A module may import from its own layer's package and from the layers before it.
 LAYERS = [
     "errors",
+    "files",
     "calls",
     "statistics",
     "topology",

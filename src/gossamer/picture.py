@@ -5,9 +5,7 @@ Figures are plotly's; ``save`` writes them as a page that opens offline, or as a
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from textwrap import wrap
@@ -16,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gossamer.errors import UserError
+from gossamer.files import write_whole
 from gossamer.topology import Round, Schedule
 from gossamer.topology.round import FloatArray, IntArray
 from gossamer.topology.spectrum import consensus_decay
@@ -124,15 +123,7 @@ def save(figure: Figure, path: Path) -> None:
         )
     page = kind == "html"
     data = str(figure.to_html(include_plotlyjs=True)).encode() if page else _render(figure, kind)
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_bytes(data)
-        aside.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            aside.unlink()
-        raise UserError(f"cannot write {path}: {error.strerror}; choose another place") from error
+    write_whole(path, lambda aside: aside.write_bytes(data))
 
 
 def thumbnail(schedule: Schedule, color: str, step: int = 0, most_edges: int = 400) -> str:

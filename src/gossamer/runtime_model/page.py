@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gossamer.errors import UserError
+from gossamer.files import write_whole
 from gossamer.runtime_model.command import HEADINGS, LEGEND, describe, row_cells
 from gossamer.runtime_model.methods import DDP, Job, build
 from gossamer.runtime_model.model import Event, Task, predict, timeline
 from gossamer.runtime_model.plan import Advice, Plan
-from gossamer.runtime_model.profile import Profile, write_whole
+from gossamer.runtime_model.profile import Profile
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -70,7 +71,7 @@ def write_page(plan: Plan, path: Path) -> None:
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         f"<style>{_STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
     )
-    write_whole(path, page.encode())
+    write_whole(path, lambda aside: aside.write_text(page))
 
 
 _SPLIT_NOTE = (

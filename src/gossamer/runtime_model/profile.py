@@ -6,8 +6,6 @@ Times are seconds, sizes bytes, rates bits per second of payload.
 
 from __future__ import annotations
 
-import contextlib
-import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +20,7 @@ from pydantic import (
 )
 
 from gossamer.errors import UserError
+from gossamer.files import write_whole
 
 SCHEMA = 1
 
@@ -171,17 +170,5 @@ def read_profile(path: Path) -> Profile:
 
 def write_profile(profile: Profile, path: Path) -> None:
     """Write a profile; the file appears whole or not at all."""
-    write_whole(path, (profile.model_dump_json(indent=2) + "\n").encode())
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file aside and rename it."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        aside.write_bytes(data)
-        aside.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            aside.unlink()
-        raise UserError(f"cannot write {path}: {error.strerror}; choose another place") from error
+    text = profile.model_dump_json(indent=2) + "\n"
+    write_whole(path, lambda aside: aside.write_text(text))

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from gossamer.bench.report.figures import Figure, figures
 from gossamer.bench.report.page import render
 from gossamer.bench.report.reading import Reader, Results
 from gossamer.errors import UserError
+from gossamer.files import write_whole
 
 
 def write_report(
@@ -37,7 +37,7 @@ def write_report(
     """
     results = Reader(folder).read()
     page = render(results)
-    _whole(out or folder / "report.html", lambda path: path.write_text(page))
+    write_whole(out or folder / "report.html", lambda path: path.write_text(page))
     if tables_dir is not None:
         write_tables(results.analysis, tables_dir)
     if figures_dir is not None:
@@ -52,8 +52,8 @@ def write_tables(analysis: Analysis, folder: Path) -> None:
     for name, table in analysis._asdict().items():
         lists = [column for column, kind in table.schema.items() if isinstance(kind, pl.List)]
         flat = table.with_columns(pl.col(lists).list.join("; ")) if lists else table
-        _whole(folder / f"{name}.csv", flat.write_csv)
-        _whole(folder / f"{name}.parquet", table.write_parquet)
+        write_whole(folder / f"{name}.csv", flat.write_csv)
+        write_whole(folder / f"{name}.parquet", table.write_parquet)
 
 
 def write_figures(analysis: Analysis, folder: Path) -> None:
@@ -153,15 +153,3 @@ def _named_before(trace: dict[str, Any], seen: set[str]) -> bool:
     known = not name or name in seen
     seen.add(name)
     return known
-
-
-def _whole(path: Path, write: Callable[[Path], Any]) -> None:
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(aside)
-        aside.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            aside.unlink()
-        raise UserError(f"cannot write {path}: {error.strerror}; choose another place") from error
