@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import os
 import tarfile
-import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast, final
+from typing import Any, BinaryIO, cast, final
 
 from gossamer.errors import UserError
+from gossamer.files import write_whole
 
 _TIMEOUT_S = 60
 _UNREADABLE = (
@@ -202,22 +203,15 @@ def _continue(url: str, output_file: str, _pooch: Any) -> None:
 
 
 def _unpack(archive: Path, source: Source, folder: Path) -> None:
-    """Write the files of a source aside, check them and rename them."""
+    """Check and write the files of a source."""
     for name, contents in _members(archive, source):
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder / ".transfers", delete=False) as file:
-            file.write(contents)
-        aside = Path(file.name)
-        if not _is_right(aside, source.files[name]):
-            aside.unlink()
+        if not _matches(io.BytesIO(contents), source.files[name]):
             archive.unlink()
             raise UserError(
                 f"{name} from {source.url} must have the checksum {source.files[name]}, and has "
                 "another; its authors may have changed it: see where else it is published"
             )
-        aside.chmod(0o644)
-        aside.replace(path)
+        write_whole(folder / name, lambda aside, contents=contents: aside.write_bytes(contents))
 
 
 def _members(archive: Path, source: Source) -> Iterator[tuple[str, bytes]]:
@@ -244,6 +238,10 @@ def _members(archive: Path, source: Source) -> Iterator[tuple[str, bytes]]:
 def _is_right(path: Path, checksum: str) -> bool:
     if not path.is_file():
         return False
-    algorithm, _, expected = checksum.partition(":")
     with path.open("rb") as file:
-        return hashlib.file_digest(file, algorithm).hexdigest() == expected
+        return _matches(file, checksum)
+
+
+def _matches(file: BinaryIO, checksum: str) -> bool:
+    algorithm, _, expected = checksum.partition(":")
+    return hashlib.file_digest(cast("Any", file), algorithm).hexdigest() == expected
