@@ -20,8 +20,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.cluster.run import console
-from gossamer.errors import UserError
+from benchmarks.cluster.run import console, start
 from gossamer.lab import Cluster, one_switch
 from gossamer.runtime_model import read_profile
 from gossamer.runtime_model.plan import make_plan
@@ -109,8 +108,4 @@ def _run_script(script: Path) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except UserError as error:
-        console.print(f"error: {error}", markup=False)
-        sys.exit(2)
+    start(main)

@@ -29,7 +29,7 @@ _MAX_MATRIX_SIDE = 200
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 _DASHES = ("solid", "dash", "dot")
 _THUMBNAIL_DASHES = ("none", "7 4", "2 3", "8 3 2 3")
-INK, _FAINT = "#1f2933", "#9aa5b1"
+INK, FAINT = "#1f2933", "#9aa5b1"
 
 
 def draw(schedule: Schedule, num_rounds: int = 4) -> Figure:
@@ -256,7 +256,7 @@ def _add_edges(
     if not round.symmetric:
         _add_arrowheads(figure, curves, color, at)
     if share < 1:
-        note = {"font": {"size": 10, "color": _FAINT}, "showarrow": False}
+        note = {"font": {"size": 10, "color": FAINT}, "showarrow": False}
         figure.add_annotation(text=f"{share:.1%} of the edges drawn", x=0, y=-1.18, **note, **at)
 
 
@@ -340,9 +340,7 @@ def _add_matrix(figure: Figure, round: Round, *, row: int, column: int) -> None:
         col=column,
     )
     for update in (figure.update_xaxes, figure.update_yaxes):
-        update(
-            showline=True, mirror=True, linecolor=_FAINT, constrain="domain", row=row, col=column
-        )
+        update(showline=True, mirror=True, linecolor=FAINT, constrain="domain", row=row, col=column)
     anchor = _axis_name(figure, row, column)
     figure.update_yaxes(autorange="reversed", scaleanchor=anchor, row=row, col=column)
     figure.update_xaxes(title_text="sender", row=row, col=column)
