@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from gossamer import workloads
-from gossamer.bench.command import data_command
+from gossamer.cli.data import data_command
 from gossamer.errors import UserError
 from gossamer.workloads.files import data_folder
 from gossamer.workloads.imagenet import imagenet_floats, read_imagenet
@@ -392,7 +392,7 @@ def test_archives_are_unpacked(kind: str, site: tuple[str, Path], tmp_path: Path
 def test_the_command_names_what_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`gossamer data` takes a data set or a workload, and a folder or the usual one."""
+    """`gossamer data` takes a data set or a workload, a folder or the usual one; prints paths."""
     monkeypatch.setitem(
         DATA_SETS,
         "shakespeare",
@@ -402,7 +402,7 @@ def test_the_command_names_what_is_there(
     monkeypatch.setenv("GOSSAMER_DATA", str(tmp_path))
     data_command("shakespeare-gpt")
     data_command("shakespeare", tmp_path)
-    assert capsys.readouterr().err.count("a.txt is there") == 2
+    assert capsys.readouterr().out == f"{tmp_path / 'a.txt'}\n" * 2
 
 
 def test_data_sets_go_by_their_own_name_and_by_those_of_workloads() -> None:
@@ -413,5 +413,5 @@ def test_data_sets_go_by_their_own_name_and_by_those_of_workloads() -> None:
                 find_data_set(name)
         else:
             assert name.startswith(find_data_set(name))
-    with pytest.raises(UserError, match=r"got 'digits-mlp'; quadratic, the digits .* need none"):
+    with pytest.raises(UserError, match=r"the digits .* need none\), got 'digits-mlp'"):
         find_data_set("digits-mlp")
