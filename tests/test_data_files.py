@@ -319,7 +319,7 @@ def test_a_file_is_downloaded_once(site: tuple[str, Path], tmp_path: Path) -> No
 
 
 def test_an_interrupted_transfer_is_continued(site: tuple[str, Path], tmp_path: Path) -> None:
-    """What has arrived is kept aside, and the next call asks only for the rest."""
+    """What has arrived is kept aside, the next call asks only for the rest, and says how far."""
     pytest.importorskip("pooch")
     address, folder = site
     contents = os.urandom(300_000)
@@ -329,8 +329,11 @@ def test_an_interrupted_transfer_is_continued(site: tuple[str, Path], tmp_path: 
     with pytest.raises(UserError, match=r"run the same command again to continue"):
         download("x", tmp_path, (source,))
     assert not (tmp_path / "set/a.txt").exists()
-    download("x", tmp_path, (source,))
+    told: list[tuple[int, int]] = []
+    download("x", tmp_path, (source,), progress=lambda *now: told.append(now))
     assert (tmp_path / "set/a.txt").read_bytes() == contents
+    assert told[0][0] > 90_000
+    assert told[-1] == (300_000, 300_000)
     first, second = _Server.requested
     assert first is None
     assert second is not None
