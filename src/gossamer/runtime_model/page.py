@@ -11,11 +11,11 @@ import numpy as np
 
 from gossamer.files import write_whole
 from gossamer.picture import INK, PALETTE, subplots
-from gossamer.runtime_model.command import HEADINGS, LEGEND, describe, row_cells
 from gossamer.runtime_model.methods import DDP, Job, build
 from gossamer.runtime_model.model import Event, Task, predict, timeline
 from gossamer.runtime_model.plan import Advice, Plan
 from gossamer.runtime_model.profile import Profile
+from gossamer.runtime_model.words import HEADINGS, LEGEND, describe, row_cells
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
