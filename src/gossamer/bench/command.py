@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from gossamer.bench.report.command import report_command, watch_command
+from gossamer.bench.report.command import check_installed, report_command, watch_command
 from gossamer.errors import UserError
 
 if TYPE_CHECKING:
@@ -121,6 +121,7 @@ def demo_command(
     from gossamer.bench import Store
     from gossamer.bench.experiment import parse
 
+    check_installed()  # not after two minutes
     text = resources.files("gossamer.bench").joinpath("demo.toml").read_text()
     experiment, store = parse(text, "demo.toml"), Store(out)
     _run(experiment, store, jobs=jobs)

@@ -35,7 +35,7 @@ def report_command(
 
     For example: gossamer bench report results/digits --tables tables
     """
-    _check_installed()
+    check_installed()
     from gossamer.bench.report.terminal import summary_table
     from gossamer.bench.report.writing import write_report
 
@@ -59,7 +59,7 @@ def watch_command(
 
     For example: gossamer bench watch results/digits
     """
-    _check_installed()
+    check_installed()
     from gossamer.bench.report.watch import Watch
 
     server = Watch(folder, port)
@@ -71,7 +71,8 @@ def watch_command(
         _say("ended")
 
 
-def _check_installed() -> None:
+def check_installed() -> None:
+    """Raise where the extra that draws is not installed."""
     try:
         import jinja2  # noqa: F401  # pyright: ignore[reportUnusedImport]
         import plotly  # noqa: F401  # pyright: ignore[reportUnusedImport]
