@@ -17,7 +17,7 @@ from rich.table import Table
 
 from gossamer.cli.data import DataDir
 from gossamer.cli.names import complete_experiment
-from gossamer.cli.report import Folder, report_command, watch_command
+from gossamer.cli.report import Folder, check_installed, report_command, watch_command
 from gossamer.cli.terminal import Json, say, show, show_json, track
 from gossamer.errors import UserError
 
@@ -157,6 +157,7 @@ def demo_command(
     from gossamer.bench import Store
     from gossamer.bench.experiment import parse
 
+    check_installed()  # not after two minutes
     text = resources.files("gossamer.bench").joinpath("demo.toml").read_text()
     experiment, store = parse(text, "demo.toml"), Store(out)
     _run(experiment, store, jobs=jobs)

@@ -38,7 +38,7 @@ def report_command(
     $ gossamer bench report results/digits-1008
     $ gossamer bench report demo --tables tables --json
     """
-    _check_installed()
+    check_installed()
     from gossamer.bench.report.terminal import summary_table
     from gossamer.bench.report.writing import write_report
 
@@ -74,7 +74,7 @@ def watch_command(
     $ gossamer bench watch results/digits-1008
     $ gossamer bench watch demo --port 8000
     """
-    _check_installed()
+    check_installed()
     from gossamer.bench.report.watch import Watch
 
     server = Watch(folder, port)
@@ -86,7 +86,8 @@ def watch_command(
         say("ended")
 
 
-def _check_installed() -> None:
+def check_installed() -> None:
+    """Raise where the extra that draws is not installed."""
     try:
         import jinja2  # noqa: F401  # pyright: ignore[reportUnusedImport]
         import plotly  # noqa: F401  # pyright: ignore[reportUnusedImport]
