@@ -707,6 +707,25 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
     run_ranks(1, body)
 
 
+class Wrapper(torch.optim.Optimizer):
+    """An optimizer that calls another one's step, without hooks, as Accelerate's does."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        self.param_groups = optimizer.param_groups
+
+
+def test_a_wrapper_without_hooks_is_refused() -> None:
+    """Its step would not mix; the error says what to pass."""
+
+    def body(group: ProcessGroup) -> None:
+        model = make_model()
+        with pytest.raises(UserError, match=r"got Wrapper, .* as optimizer\.optimizer"):
+            decentralize(model, Wrapper(sgd(model)), "ring", process_group=group)
+
+    run_ranks(1, body)
+
+
 def test_without_a_process_group_the_error_says_how_to_get_one() -> None:
     """The most common first mistake: no torchrun, no init_process_group."""
     model = make_model()

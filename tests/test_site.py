@@ -33,7 +33,7 @@ def test_every_page_is_there(site: Path) -> None:
     assert all((site / f"{name}.html").is_file() for name in names)
     assert "def " not in (site / "tutorial.html").read_text()
     assert "DistributedDataParallel" in (site / "source/examples/ddp.py.html").read_text()
-    assert "--per-node" in (site / "commands.html").read_text()
+    assert "--per-node" in (site / "command_line.html").read_text()
     assert "Make the training loop around this model" in (site / "api.html").read_text()
 
 

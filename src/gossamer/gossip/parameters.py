@@ -44,6 +44,12 @@ def trained(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Tensor]:
             "an optimizer must take one gradient per step, got LBFGS, which evaluates the closure "
             "again at points that other workers do not know; use SGD or Adam"
         )
+    for optimizer in optimizers:
+        if "_optimizer_step_pre_hooks" not in vars(optimizer):  # where torch keeps them
+            raise UserError(
+                f"an optimizer must take hooks around its step, got {type(optimizer).__name__}, "
+                "which only calls another one's; pass the one inside, as optimizer.optimizer"
+            )
     devices = sorted({str(p.device) for p in named.values()})
     if len(devices) > 1:
         raise UserError(

@@ -13,7 +13,6 @@ from functools import reduce
 from typing import cast
 
 import numpy as np
-from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 
 from gossamer.errors import UserError
 from gossamer.topology.round import FloatArray, Round, Sparse
@@ -164,6 +163,9 @@ def _circulant_deviation(rows: Sequence[FloatArray]) -> float:
 
 def _lanczos(factors: Sequence[Sparse]) -> float:
     """Return ‖P − J‖₂ for a large sparse product P of factors, first to last."""
+    # Slow to import, and needed on more than a thousand workers only.
+    from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
+
     num_workers = factors[0].shape[0]
 
     def squared(x: FloatArray) -> FloatArray:

@@ -10,7 +10,6 @@ from typing import Protocol, cast
 
 import numpy as np
 from scipy.sparse import coo_array, csr_array, diags_array, eye_array
-from scipy.sparse.csgraph import connected_components
 
 from gossamer.errors import UserError
 from gossamer.topology.round import IntArray, Round, Sparse
@@ -83,6 +82,8 @@ def damped(round: Round, gamma: float) -> Round:
 
 def is_connected(weights: Sparse) -> bool:
     """Whether what one worker knows can reach every other."""
+    from scipy.sparse.csgraph import connected_components  # slow to import; many rounds need none
+
     # Strong components; on an undirected graph they are the components. A copy, because the
     # search does not take the read-only arrays of a Round.
     num_components, _ = connected_components(weights.copy(), directed=True, connection="strong")
