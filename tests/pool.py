@@ -25,7 +25,10 @@ class ProcessPool:
 
     def __init__(self, size: int, folder: Path) -> None:
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["gossamer", "torch._dynamo", "pytest", "hypothesis"])
+        # What ranks would otherwise import each by itself.
+        context.set_forkserver_preload(
+            ["gossamer", "torch._dynamo", "sklearn.datasets", "pytest", "hypothesis"]
+        )
         rendezvous = f"file://{folder / 'rendezvous'}"
         self._pipes: list[Any] = []
         self._processes: list[Any] = []
