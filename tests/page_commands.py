@@ -39,7 +39,7 @@ def parse_only(command: Any, arguments: list[str]) -> None:
     """Parse arguments as a command does, and do nothing."""
     for each in walk(command):
         each.callback = lambda **given: None
-        for parameter in (one for one in each.params if one.is_eager):
+        for parameter in (one for one in each.params if one.callback is not None):
             parameter.callback = end_where_given  # --install-completion would install
     try:
         command.main(arguments, prog_name="gossamer", standalone_mode=False)

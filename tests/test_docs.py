@@ -79,6 +79,14 @@ NOT_RUN = {
 }
 
 
+@pytest.fixture(autouse=True)
+def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder in the place of the user's, whatever a command may do there."""
+    folder = tmp_path_factory.mktemp("home")
+    monkeypatch.setenv("HOME", str(folder))
+    return folder
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_holds(page: str, pool: ProcessPool, tmp_path: Path) -> None:
     """Every block does what the page says, in order, in one folder."""
@@ -259,6 +267,12 @@ def test_what_does_not_exist_is_found(command: str) -> None:
     """A renamed option, verb, file, module, target or extra, and a program that nothing checks."""
     with pytest.raises((Exception, SystemExit)):  # typer's, argparse's or ours
         check_arguments(commands_in(command)[0], REPOSITORY)
+
+
+def test_arguments_are_read_and_nothing_is_done(home: Path) -> None:
+    """A check of --install-completion does not install it."""
+    check_arguments(["gossamer", "--install-completion"], REPOSITORY)
+    assert not list(home.iterdir())
 
 
 def test_each_row_says_what_is_so() -> None:
