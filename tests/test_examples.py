@@ -95,7 +95,7 @@ def test_a_thousand_workers() -> None:
     assert all(name in printed for name in ("ring", "exponential", "ada", "centralized"))
 
 
-@pytest.mark.parametrize("name", ["ddp_to_gossip"])
+@pytest.mark.parametrize("name", ["ddp_to_gossip", "accelerate_prepare"])
 def test_the_command_of_an_example(name: str) -> None:
     """What the docstring says to type runs, and trains digits to 88 %."""
     text = ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text())) or ""
