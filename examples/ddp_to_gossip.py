@@ -11,20 +11,24 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import gossamer
 
-EPOCHS = 15
+EPOCHS = 8
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 
 features, classes = load_digits(return_X_y=True)
-images = torch.tensor(features / 16, dtype=torch.float32)
+images = torch.tensor(features / 16, dtype=torch.float32).view(-1, 1, 8, 8)
 labels = torch.tensor(classes)
 train, test = TensorDataset(images[:1500], labels[:1500]), (images[1500:], labels[1500:])
 sampler = DistributedSampler(train)
 loader = DataLoader(train, batch_size=32, sampler=sampler)
 
 torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+model = nn.Sequential(
+    *(nn.Conv2d(1, 64, kernel_size=3, padding=1), nn.ReLU()),
+    *(nn.Conv2d(64, 128, kernel_size=3, padding=1), nn.ReLU()),
+    *(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(128 * 4 * 4, 10)),
+)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 gossip = gossamer.decentralize(model, optimizer, topology="one_peer_exponential")
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS)

@@ -200,7 +200,7 @@ def test_impossible_combinations_can_be_skipped_with_their_reason() -> None:
 
 def test_a_file_that_is_not_there() -> None:
     """One line says what was looked for."""
-    with pytest.raises(UserError, match=r"cannot read no/such\.toml: No such file"):
+    with pytest.raises(UserError, match=r"got no/such\.toml: No such file"):
         load(Path("no/such.toml"))
 
 

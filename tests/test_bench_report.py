@@ -4,8 +4,6 @@ import io
 import json
 import math
 import re
-import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -21,7 +19,6 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from gossamer.bench.analysis import Analysis, analyse
-from gossamer.bench.command import bench_app
 from gossamer.bench.report.figures import figures, method_styles
 from gossamer.bench.report.reading import Reader
 from gossamer.bench.report.style import styles
@@ -29,6 +26,7 @@ from gossamer.bench.report.terminal import summary_table
 from gossamer.bench.report.watch import Watch
 from gossamer.bench.report.writing import images, write_figures, write_report, write_tables
 from gossamer.bench.store import Story
+from gossamer.cli.bench import bench_app
 from gossamer.errors import UserError
 from tests.browser import Page, browser, needs_browser
 from tests.stories import spec_of, story_of, write
@@ -320,14 +318,16 @@ def test_the_command_writes_and_says_so(folder: Path, tmp_path: Path) -> None:
     assert "C_complete is best" in result.output
 
 
-def test_help_does_not_load_what_draws() -> None:
-    """Plotly, polars and Jinja2 take a second: only verbs that need them load them."""
-    code = (
-        "import sys, gossamer, gossamer.cli;"
-        "print([m for m in ('polars', 'plotly', 'jinja2') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+def test_the_verdict_as_json(folder: Path) -> None:
+    """For scripts: a result per method and scale, then a verdict per scale; notes are elsewhere."""
+    result = CliRunner().invoke(bench_app, ["report", str(folder), "--json"])
+    assert result.exit_code == 0, result.output
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    kinds = [line["kind"] for line in lines]
+    assert kinds == sorted(kinds)
+    assert {"result", "verdict"} == set(kinds)
+    assert lines[-1]["winner"] == "C_complete"
+    assert "wrote " in result.stderr
 
 
 # - Looks

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from gossamer import workloads
-from gossamer.bench.command import data_command
+from gossamer.cli.data import data_command
 from gossamer.errors import UserError
 from gossamer.workloads.files import data_folder
 from gossamer.workloads.imagenet import imagenet_floats, read_imagenet
@@ -319,7 +319,7 @@ def test_a_file_is_downloaded_once(site: tuple[str, Path], tmp_path: Path) -> No
 
 
 def test_an_interrupted_transfer_is_continued(site: tuple[str, Path], tmp_path: Path) -> None:
-    """What has arrived is kept aside, and the next call asks only for the rest."""
+    """What has arrived is kept aside, the next call asks only for the rest, and says how far."""
     pytest.importorskip("pooch")
     address, folder = site
     contents = os.urandom(300_000)
@@ -329,8 +329,11 @@ def test_an_interrupted_transfer_is_continued(site: tuple[str, Path], tmp_path: 
     with pytest.raises(UserError, match=r"run the same command again to continue"):
         download("x", tmp_path, (source,))
     assert not (tmp_path / "set/a.txt").exists()
-    download("x", tmp_path, (source,))
+    told: list[tuple[int, int]] = []
+    download("x", tmp_path, (source,), progress=lambda *now: told.append(now))
     assert (tmp_path / "set/a.txt").read_bytes() == contents
+    assert told[0][0] > 90_000
+    assert told[-1] == (300_000, 300_000)
     first, second = _Server.requested
     assert first is None
     assert second is not None
@@ -392,7 +395,7 @@ def test_archives_are_unpacked(kind: str, site: tuple[str, Path], tmp_path: Path
 def test_the_command_names_what_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`gossamer data` takes a data set or a workload, and a folder or the usual one."""
+    """`gossamer data` takes a data set or a workload, a folder or the usual one; prints paths."""
     monkeypatch.setitem(
         DATA_SETS,
         "shakespeare",
@@ -402,7 +405,7 @@ def test_the_command_names_what_is_there(
     monkeypatch.setenv("GOSSAMER_DATA", str(tmp_path))
     data_command("shakespeare-gpt")
     data_command("shakespeare", tmp_path)
-    assert capsys.readouterr().err.count("a.txt is there") == 2
+    assert capsys.readouterr().out == f"{tmp_path / 'a.txt'}\n" * 2
 
 
 def test_data_sets_go_by_their_own_name_and_by_those_of_workloads() -> None:
@@ -413,5 +416,5 @@ def test_data_sets_go_by_their_own_name_and_by_those_of_workloads() -> None:
                 find_data_set(name)
         else:
             assert name.startswith(find_data_set(name))
-    with pytest.raises(UserError, match=r"got 'digits-mlp'; quadratic, the digits .* need none"):
+    with pytest.raises(UserError, match=r"the digits .* need none\), got 'digits-mlp'"):
         find_data_set("digits-mlp")

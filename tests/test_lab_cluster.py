@@ -319,7 +319,7 @@ def test_the_command_shows_the_failing_host_again() -> None:
 
 
 @needs_lab
-def test_verify_prints_a_table() -> None:
+def test_verify_prints_rates() -> None:
     """With --verify alone the command measures, prints and ends."""
     done = subprocess.run(
         [*COMMAND, "--hosts", "2", "--rate", "300mbit", "--verify"],

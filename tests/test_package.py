@@ -143,3 +143,16 @@ def test_without_extras_everything_but_reports_can_be_imported() -> None:
         f"[importlib.import_module(name) for name in {wanted}]"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_without_extras_the_demo_says_what_to_install(tmp_path: Path) -> None:
+    """Before it trains anything, in one line."""
+    program = (
+        "import sys; sys.modules['polars'] = None; from gossamer.cli import main; "
+        f"sys.argv = ['gossamer', 'demo', '--out', {str(tmp_path / 'demo')!r}]; main()"
+    )
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert "pip install 'gossamer[bench]'" in result.stderr.replace("\n", " ")
+    assert not (tmp_path / "demo").exists()

@@ -14,8 +14,8 @@ from typing import IO, Annotated, Any
 import typer
 
 from benchmarks.cluster.methods import METHODS, missing
-from benchmarks.cluster.report import Row, table
-from benchmarks.cluster.run import console, environment, measure
+from benchmarks.cluster.report import Row, draw, table
+from benchmarks.cluster.run import console, environment, measure, start
 from benchmarks.cluster.worker import WARMUP, Task
 from gossamer.errors import UserError
 from gossamer.lab import one_switch
@@ -32,6 +32,7 @@ def main(  # noqa: PLR0913 - one parameter per option
     rounds: Annotated[int, typer.Option(help="Rounds; each runs every method once.")] = 3,
     method: Annotated[list[str] | None, typer.Option(help="Only this; repeatable.")] = None,
     json_file: Annotated[str, typer.Option("--json", help="JSON lines; default stdout.")] = "-",
+    figure: Annotated[Path | None, typer.Option(help="Write bars: .html, .png or .svg.")] = None,
 ) -> None:
     """Measure step time, bytes on the wire, processor use and memory of training methods."""
     task = Task(
@@ -56,6 +57,8 @@ def main(  # noqa: PLR0913 - one parameter per option
                 _write(lines, "row", asdict(row))
             all_rows += some
     console.print(table(all_rows))
+    if figure is not None:
+        draw(all_rows, figure)
 
 
 def _methods(names: list[str]) -> list[str]:
@@ -87,8 +90,4 @@ def _lines(name: str) -> Generator[IO[str]]:
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except UserError as error:
-        console.print(f"error: {error}", markup=False)
-        sys.exit(2)
+    start(main)

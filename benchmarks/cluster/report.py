@@ -6,11 +6,13 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, final
 
 from rich.table import Table
 
 from benchmarks.cluster.methods import LOCAL
+from gossamer import picture
 
 Sample = dict[str, Any]
 
@@ -116,3 +118,31 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "peak MB": lambda row: f"{row.peak_mb:.0f}",
     "to limit": lambda row: f"{row.ratio_to_limit:.2f}",
 }
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Write the step times as bars, a group per rate; local steps, which do not wait, in grey."""
+    figure = picture.subplots()
+    methods = dict.fromkeys(row.method for row in rows)
+    colors = iter(picture.PALETTE)
+    for method in methods:
+        own = [row for row in rows if row.method == method and row.rounds]
+        figure.add_bar(
+            x=[row.rate for row in own],
+            y=[row.ms_per_step for row in own],
+            text=[f"{row.ms_per_step:.0f}" for row in own],
+            textposition="outside",
+            name="compute alone" if method == LOCAL else method,
+            marker_color=picture.FAINT if method == LOCAL else next(colors),
+        )
+    figure.update_yaxes(title_text="ms per step")
+    figure.update_xaxes(title_text="rate of each host's link", type="category")
+    figure.update_layout(
+        template="simple_white",
+        width=720,
+        height=340,
+        font={"family": "system-ui, sans-serif", "color": picture.INK},
+        legend={"orientation": "h", "y": 1.15},
+        margin={"l": 60, "r": 20, "t": 50, "b": 50},
+    )
+    picture.save(figure, path)

@@ -5,20 +5,31 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+import typer
 from rich.console import Console
 
 from benchmarks.cluster.report import Row, Sample, rows
 from benchmarks.cluster.worker import SAMPLE, Task
+from gossamer.errors import UserError
 from gossamer.lab import Cluster, HostFailed, Layout
 
 _SCHEMA = 1
 console = Console(stderr=True, highlight=False, width=120)
+
+
+def start(main: Callable[..., None]) -> None:
+    """Run a benchmark from the command line; what a user caused is one line and exit code 2."""
+    try:
+        typer.run(main)
+    except UserError as error:
+        console.print(f"error: {error}", markup=False)
+        sys.exit(2)
 
 
 def measure(

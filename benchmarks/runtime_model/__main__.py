@@ -7,7 +7,6 @@ else. Then each method is measured as in benchmarks.cluster.
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.cluster.report import Row
-from benchmarks.cluster.run import console, environment, measure
+from benchmarks.cluster.run import console, environment, measure, start
 from benchmarks.cluster.worker import WARMUP, Task
 from benchmarks.runtime_model.score import Point, score, table
 from benchmarks.runtime_model.worker import PATH, PROFILE, STEPS
@@ -151,8 +150,4 @@ def _read(path: Path) -> list[Point]:
 
 
 if __name__ == "__main__":
-    try:
-        typer.run(main)
-    except UserError as error:
-        console.print(f"error: {error}", markup=False)
-        sys.exit(2)
+    start(main)

@@ -121,11 +121,9 @@ def _simulate(order: Order, c: float, variance: float, trials: int) -> float:
 
 
 def _draw(exchange_s: np.ndarray, points: dict[tuple[float, str], list[float]], path: Path) -> None:
-    from plotly.subplots import make_subplots
-
     from gossamer import picture
 
-    figure = make_subplots(
+    figure = picture.subplots(
         rows=2,
         cols=len(VARIANCES),
         shared_xaxes=True,

@@ -29,7 +29,7 @@ _MAX_MATRIX_SIDE = 200
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 _DASHES = ("solid", "dash", "dot")
 _THUMBNAIL_DASHES = ("none", "7 4", "2 3", "8 3 2 3")
-_INK, _FAINT = "#1f2933", "#9aa5b1"
+INK, FAINT = "#1f2933", "#9aa5b1"
 
 
 def draw(schedule: Schedule, num_rounds: int = 4) -> Figure:
@@ -38,7 +38,7 @@ def draw(schedule: Schedule, num_rounds: int = 4) -> Figure:
     rounds = [round for _, round in shown]
     alone = len(rounds) == 1  # graph and matrix side by side, else one above the other
     rows, columns = (1, 2) if alone else (2, len(rounds))
-    figure = _subplots(
+    figure = subplots(
         rows=rows,
         cols=columns,
         subplot_titles=None if alone else [f"round {step}" for step, _ in shown],
@@ -78,7 +78,7 @@ def gallery(schedules: Sequence[Schedule], steps: int = 16, columns: int = 6) ->
     left, right = columns // 2, columns - columns // 2
     race: list[dict[str, Any] | None] = [{"colspan": left}, *[None] * (left - 1)]
     race += [{"colspan": right}, *[None] * (right - 1)]
-    figure = _subplots(
+    figure = subplots(
         rows=1 + graph_rows,
         cols=columns,
         specs=[race, *[[{}] * columns for _ in range(graph_rows)]],
@@ -170,7 +170,8 @@ def _render(figure: Figure, kind: str) -> bytes:
         ) from error
 
 
-def _subplots(**layout: Any) -> Figure:
+def subplots(**layout: Any) -> Figure:
+    """Return an empty figure: plotly's make_subplots, or an error that says what to install."""
     try:
         from plotly.subplots import make_subplots
     except ImportError as error:
@@ -184,7 +185,7 @@ def _finish(figure: Figure, *, title: str, width: int, height: int, legend: bool
     figure.update_layout(
         title={"text": title, "x": 0.02, "font": {"size": 20}},
         template="simple_white",
-        font={"family": "system-ui, sans-serif", "color": _INK, "size": 12},
+        font={"family": "system-ui, sans-serif", "color": INK, "size": 12},
         width=width,
         height=height,
         margin={"l": 50, "r": 30, "t": 90, "b": 40},
@@ -226,7 +227,7 @@ def _add_graph(
         mode="markers+text" if named else "markers",
         text=[str(worker) for worker in range(num_workers)],
         textfont={"size": 9, "color": "white"},
-        marker={"size": 19 if named else float(np.clip(160 / num_workers, 2, 9)), "color": _INK},
+        marker={"size": 19 if named else float(np.clip(160 / num_workers, 2, 9)), "color": INK},
         hovertext=_hover_texts(rounds[0]) if num_workers <= 200 else None,
         hoverinfo="text",
         showlegend=False,
@@ -255,7 +256,7 @@ def _add_edges(
     if not round.symmetric:
         _add_arrowheads(figure, curves, color, at)
     if share < 1:
-        note = {"font": {"size": 10, "color": _FAINT}, "showarrow": False}
+        note = {"font": {"size": 10, "color": FAINT}, "showarrow": False}
         figure.add_annotation(text=f"{share:.1%} of the edges drawn", x=0, y=-1.18, **note, **at)
 
 
@@ -339,9 +340,7 @@ def _add_matrix(figure: Figure, round: Round, *, row: int, column: int) -> None:
         col=column,
     )
     for update in (figure.update_xaxes, figure.update_yaxes):
-        update(
-            showline=True, mirror=True, linecolor=_FAINT, constrain="domain", row=row, col=column
-        )
+        update(showline=True, mirror=True, linecolor=FAINT, constrain="domain", row=row, col=column)
     anchor = _axis_name(figure, row, column)
     figure.update_yaxes(autorange="reversed", scaleanchor=anchor, row=row, col=column)
     figure.update_xaxes(title_text="sender", row=row, col=column)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,19 +36,26 @@ class _Cost(NamedTuple):
     evaluation_s: float
 
 
-def estimate_s(runs: Sequence[RunSpec], jobs: int) -> float:
-    """Return about how many seconds all runs take, so many at a time.
+def estimate_s(
+    runs: Sequence[RunSpec],
+    jobs: int,
+    track: Callable[[Sequence[RunSpec]], Iterable[RunSpec]] = iter,
+) -> float:
+    """Return about how many seconds all runs take.
 
     Measures a few steps and an evaluation of one simulated run of each kind. Distributed runs come
     one after the other, and are taken for simulated ones; no budget is taken into account.
+
+    Args:
+        runs: all of them.
+        jobs: runs at a time.
+        track: yields the runs that are measured, and may show how many are left.
     """
-    measured: dict[_Kind, _Cost] = {}
+    one_of = {_kind(spec): spec for spec in reversed(runs)}
+    measured = {_kind(spec): _measure(spec) for spec in track(list(one_of.values()))}
     together = alone = 0.0
     for spec in runs:
-        kind = _Kind(*(getattr(spec, name) for name in _Kind._fields))
-        if kind not in measured:
-            measured[kind] = _measure(spec)
-        step_s, evaluation_s = measured[kind]
+        step_s, evaluation_s = measured[_kind(spec)]
         evaluations = -(-spec.epochs // spec.evaluate_every)
         taken = step_s * spec.num_steps + evaluation_s * evaluations
         if spec.engine == "simulated":
@@ -56,6 +63,10 @@ def estimate_s(runs: Sequence[RunSpec], jobs: int) -> float:
         else:
             alone += taken + _START_S
     return together / min(jobs, len(runs)) + alone
+
+
+def _kind(spec: RunSpec) -> _Kind:
+    return _Kind(*(getattr(spec, name) for name in _Kind._fields))
 
 
 def _measure(spec: RunSpec) -> _Cost:

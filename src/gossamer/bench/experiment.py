@@ -153,9 +153,11 @@ def load(path: Path) -> Experiment:
     """Read an experiment from its file."""
     try:
         text = path.read_text()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "not a text"
         raise UserError(
-            f"an experiment is a TOML file, cannot read {path}: {error.strerror}"
+            f"an experiment must be a TOML file that can be read, got {path}: {why}; "
+            "docs/dbench.md shows how to write one"
         ) from None
     return parse(text, path.name)
 
@@ -165,5 +167,5 @@ def parse(text: str, where: str) -> Experiment:
     try:
         given = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{where} must be TOML: {error}") from None
+        raise UserError(f"{where} must be TOML, got {error}; correct it") from None
     return validated(Experiment, given | {"text": text}, where)

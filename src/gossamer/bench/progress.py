@@ -15,6 +15,7 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
 
 from gossamer.bench.experiment import Experiment
 from gossamer.bench.runner import run_experiment
@@ -74,8 +75,9 @@ class _Bars:
 
     def __init__(self) -> None:
         self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
+            # On a narrow terminal the description gets a second line, and nothing is lost.
+            TextColumn("{task.description}", table_column=Column(overflow="fold")),
+            BarColumn(bar_width=12),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
             console=Console(stderr=True, highlight=False),

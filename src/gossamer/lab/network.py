@@ -24,10 +24,14 @@ _BURST_S = 3e-3
 """What a link may send at once after a pause, in time; covers a timer that fires late."""
 
 _MIN_BURST_BYTES = 16 * 1024
-_QUEUE_S = 50e-3
-"""What a link holds before it drops, in time; lets several hosts send to one."""
+_HOST_QUEUE_S = 50e-3
+"""What a host's own end of its link holds before it drops, in time."""
 
-_MIN_QUEUE_BYTES = 256 * 1024
+_MIN_HOST_QUEUE_BYTES = 256 * 1024
+_SWITCH_QUEUE_BYTES = 16 * 1024 * 1024
+"""What a port of the switch holds before it drops: about the buffer of a switch in a rack. Several
+hosts send to one port, and with a short queue they lose packets and wait for timeouts of TCP."""
+
 _MAX_SEGMENT_BYTES = 64 * 1024
 _CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 _LINK = re.compile(r"(host|node)\d+")
@@ -75,8 +79,8 @@ class Network:
                 f"link set {down} master inside{node} addrgenmode none up",
             ]
             configure("ip", switch, uplink, needs="veth")
-            _shape(switch, up, bits_s)
-            _shape(switch, down, bits_s)
+            _shape(switch, up, bits_s, _SWITCH_QUEUE_BYTES)
+            _shape(switch, down, bits_s, _SWITCH_QUEUE_BYTES)
 
     def _make_host(self, host: Host) -> None:
         switch, namespace = self.namespace("switch"), self.namespace(host.name)
@@ -97,8 +101,9 @@ class Network:
         # Every kernel has it, so that figures do not depend on the machine's own choice.
         self.run_inside(host.name, lambda: _CONGESTION_CONTROL.write_text("reno"))
         # A shaper acts on what leaves an interface, so each direction has its own.
-        _shape(namespace, INTERFACE, host.rate_bits_s)
-        _shape(switch, host.name, host.rate_bits_s)
+        own_queue = max(_MIN_HOST_QUEUE_BYTES, int(host.rate_bits_s / 8 * _HOST_QUEUE_S))
+        _shape(namespace, INTERFACE, host.rate_bits_s, own_queue)
+        _shape(switch, host.name, host.rate_bits_s, _SWITCH_QUEUE_BYTES)
 
     def _write_hosts_file(self, folder: Path) -> None:
         # Names for the addresses, or each connection waits for a name server that is not there.
@@ -150,11 +155,9 @@ def _bridge(name: str) -> list[str]:
     return [f"link add {name} type bridge", f"link set {name} addrgenmode none up"]
 
 
-def _shape(namespace: str, device: str, bits_s: int) -> None:
-    bytes_s = bits_s / 8
-    burst = max(_MIN_BURST_BYTES, int(bytes_s * _BURST_S))
-    limit = max(_MIN_QUEUE_BYTES, int(bytes_s * _QUEUE_S))
-    tbf = f"qdisc add dev {device} root tbf rate {bits_s} burst {burst} limit {limit}"
+def _shape(namespace: str, device: str, bits_s: int, queue_bytes: int) -> None:
+    burst = max(_MIN_BURST_BYTES, int(bits_s / 8 * _BURST_S))
+    tbf = f"qdisc add dev {device} root tbf rate {bits_s} burst {burst} limit {queue_bytes}"
     configure("tc", namespace, [tbf], needs="tbf")
     # A segment larger than the burst would be cut into frames by the shaper, on our processors.
     segment = min(_MAX_SEGMENT_BYTES, burst * 3 // 4)

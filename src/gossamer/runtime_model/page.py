@@ -5,23 +5,21 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gossamer.errors import UserError
 from gossamer.files import write_whole
-from gossamer.runtime_model.command import HEADINGS, LEGEND, describe, row_cells
+from gossamer.picture import INK, PALETTE, subplots
 from gossamer.runtime_model.methods import DDP, Job, build
 from gossamer.runtime_model.model import Event, Task, predict, timeline
 from gossamer.runtime_model.plan import Advice, Plan
 from gossamer.runtime_model.profile import Profile
+from gossamer.runtime_model.words import HEADINGS, LEGEND, describe, row_cells
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-# Okabe and Ito's palette, as in the pictures of topologies.
-_PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _TASKS: dict[Task, tuple[str, str]] = {
     "F": ("F forward", "#56B4E9"),
     "B": ("B backward", "#0072B2"),
@@ -33,7 +31,7 @@ _ITERATIONS_SHOWN = 3
 _RATES = np.geomspace(1 / 32, 8, 13)
 _VARIANCES = (0.0, 0.0017, 0.005, 0.0134, 0.03, 0.06)
 _TRIALS = 8
-_HERE = {"dash": "dot", "color": "#1f2933", "width": 2}
+_HERE = {"dash": "dot", "color": INK, "width": 2}
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1f2933; max-width: 1120px; margin: 2em auto;
@@ -119,7 +117,7 @@ def _timelines(plan: Plan) -> Figure:
     if chosen == DDP:
         others = [row for row in gossiping if row.method != DDP]
         chosen = min(others, key=lambda row: row.prediction.mean_s).method
-    figure = _subplots(
+    figure = subplots(
         rows=2,
         cols=1,
         shared_xaxes=True,
@@ -164,13 +162,13 @@ def _add_timeline(figure: Figure, events: Sequence[Event], row: int) -> None:
 
 
 def _splits(advice: Sequence[Advice]) -> Figure:
-    figure = _subplots(rows=1, cols=1)
+    figure = subplots(rows=1, cols=1)
     parts = {
         "overlap": [each.split.overlap_s / each.split.ddp_s for each in advice],
         "links": [each.split.links_s / each.split.ddp_s for each in advice],
         "tolerance": [each.split.tolerance_s / each.split.ddp_s for each in advice],
     }
-    for color, (name, shares) in zip(_PALETTE, parts.items(), strict=False):
+    for color, (name, shares) in zip(PALETTE, parts.items(), strict=False):
         figure.add_bar(
             x=[f"{each.workers} workers" for each in advice],
             y=[100 * share for share in shares],
@@ -209,8 +207,8 @@ def _sweep(
         return [predict(build(name, job), job.trials(_TRIALS)).mean_s for job in jobs]
 
     ddp = np.asarray(seconds(DDP))
-    figure = _subplots(rows=1, cols=1)
-    for color, name in zip(_PALETTE, names, strict=False):
+    figure = subplots(rows=1, cols=1)
+    for color, name in zip(PALETTE, names, strict=False):
         figure.add_scatter(
             x=[value * unit for value in values],
             y=ddp / np.asarray(seconds(name)),
@@ -220,25 +218,15 @@ def _sweep(
             marker={"size": 5},
             hovertemplate="%{y:.2f}",
         )
-    figure.add_hline(y=1, line={"color": "#1f2933", "width": 1})
+    figure.add_hline(y=1, line={"color": INK, "width": 1})
     figure.update_yaxes(title_text="DDP's time / this one's")
     return _finish(figure, 420)
-
-
-def _subplots(**layout: Any) -> Figure:
-    try:
-        from plotly.subplots import make_subplots
-    except ImportError as error:
-        raise UserError(
-            "a page needs plotly, which is not installed; pip install 'gossamer[bench]'"
-        ) from error
-    return make_subplots(**layout)
 
 
 def _finish(figure: Figure, height: int) -> Figure:
     figure.update_layout(
         template="simple_white",
-        font={"family": "system-ui, sans-serif", "color": "#1f2933", "size": 12},
+        font={"family": "system-ui, sans-serif", "color": INK, "size": 12},
         width=1080,
         height=height,
         margin={"l": 90, "r": 20, "t": 40, "b": 50},

@@ -97,6 +97,11 @@ def make_plan(
         factor = profile.workers / scale if strong else 1.0
         job = Job.of(profile.with_compute(factor), scale)
         of_scale = _rows(job, topologies, missing)
+        if all(row.method in METHODS for row in of_scale):
+            raise UserError(
+                f"a plan needs a topology that exists on {scale} workers, got none: "
+                f"{'; '.join(missing.values())}"
+            )
         rows += of_scale
         advice.append(_advise(job, of_scale))
     return Plan(profile=profile, rows=tuple(rows), advice=tuple(advice), missing=missing)
@@ -139,11 +144,6 @@ def _row(job: Job, name: str, ddp_s: float) -> Row:
 def _advise(job: Job, rows: Sequence[Row]) -> Advice:
     ddp = next(row for row in rows if row.method == DDP)
     gossiping = [row for row in rows if row.method not in METHODS]
-    if not gossiping:
-        raise UserError(
-            f"a plan needs a topology that exists on {ddp.workers} workers, got none; "
-            "change --workers or --topology"
-        )
     fastest = min(gossiping, key=lambda row: row.prediction.mean_s)
     limit_s = fastest.prediction.mean_s * (1 + AS_FAST)
     as_fast = [row for row in gossiping if row.prediction.mean_s <= limit_s]

@@ -6,6 +6,7 @@ Images are kept as bytes and become normalized floats in ``transform``.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -53,51 +54,35 @@ def fashion_mnist_cnn() -> Workload:
 
 def cifar10_resnet20() -> Workload:
     """ResNet-20 on CIFAR-10, as in consensus control's experiments."""
-    return Workload(
-        name="cifar10-resnet20",
-        version=1,
-        num_train=50_000,
-        make_model=resnet20,
-        load=lambda: _cifar10(data_folder()),
-        loss=nn.functional.cross_entropy,
-        transform=cifar_floats,
-        metric_name="accuracy",
-        evaluate=accuracy(cifar_floats),
-        target=0.91,
-        recipe=Recipe(
-            optimizer="sgd",
-            optimizer_options=_NESTEROV,
-            lr=0.1,
-            lr_schedule="steps",
-            lr_scaling="linear",
-            reference_batch=128,
-            warmup_epochs=5,
-            batch_size=32,
-            epochs=300,
-        ),
-    )
+    return _cifar10_workload("cifar10-resnet20", resnet20, target=0.91, reference_batch=128)
 
 
 def cifar10_densenet100() -> Workload:
     """DenseNet-100-BC on CIFAR-10, one of DBench's applications."""
+    return _cifar10_workload("cifar10-densenet100", densenet100, target=0.94, reference_batch=64)
+
+
+def _cifar10_workload(
+    name: str, make_model: Callable[[], nn.Module], *, target: float, reference_batch: int
+) -> Workload:
     return Workload(
-        name="cifar10-densenet100",
+        name=name,
         version=1,
         num_train=50_000,
-        make_model=densenet100,
+        make_model=make_model,
         load=lambda: _cifar10(data_folder()),
         loss=nn.functional.cross_entropy,
         transform=cifar_floats,
         metric_name="accuracy",
         evaluate=accuracy(cifar_floats),
-        target=0.94,
+        target=target,
         recipe=Recipe(
             optimizer="sgd",
             optimizer_options=_NESTEROV,
             lr=0.1,
             lr_schedule="steps",
             lr_scaling="linear",
-            reference_batch=64,
+            reference_batch=reference_batch,
             warmup_epochs=5,
             batch_size=32,
             epochs=300,

@@ -15,10 +15,11 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, cast, final
 
-from gossamer.errors import UserError
+from gossamer.errors import UserError, nearest
 from gossamer.files import write_whole
 
 _TIMEOUT_S = 60
@@ -129,8 +130,8 @@ def find_data_set(name: str) -> str:
             "downloaded here; unpack it as imagenet/train/CLASS/*.JPEG and imagenet/val/CLASS/*"
         )
     raise UserError(
-        f"data must be those of {', '.join(DATA_SETS)} or of a workload that uses them, "
-        f"got {name!r}; quadratic, the digits and stdlib-gpt need none"
+        f"data must be those of {', '.join(DATA_SETS)} or of a workload that uses them (quadratic, "
+        f"the digits and stdlib-gpt need none), got {name!r}; {nearest(name, DATA_SETS)}"
     )
 
 
@@ -139,6 +140,7 @@ def download(
     folder: Path,
     sources: tuple[Source, ...] | None = None,
     report: Callable[[str], object] = lambda line: None,
+    progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> list[Path]:
     """Download what a data folder lacks of a data set; return all files of the data set.
 
@@ -147,6 +149,7 @@ def download(
         folder: which holds all data sets.
         sources: of the data set, where they are not the published ones.
         report: is told what is being downloaded.
+        progress: is told how many bytes of it are there, and of how many; 0 where nobody says.
     """
     chosen = DATA_SETS[find_data_set(name)] if sources is None else sources
     try:
@@ -168,7 +171,7 @@ def download(
                 source.checksum,
                 fname=hashlib.sha256(source.url.encode()).hexdigest()[:16],
                 path=transfers,
-                downloader=cast("Any", _continue),
+                downloader=cast("Any", partial(_continue, progress=progress)),
             )
             _unpack(Path(archive), source, folder)
             Path(archive).unlink()
@@ -183,7 +186,9 @@ def download(
     return [folder / name for source in chosen for name in source.files]
 
 
-def _continue(url: str, output_file: str, _pooch: Any) -> None:
+def _continue(
+    url: str, output_file: str, _pooch: Any, *, progress: Callable[[int, int], object]
+) -> None:
     """Download for pooch, from where an interrupted transfer has ended."""
     import requests
 
@@ -193,12 +198,15 @@ def _continue(url: str, output_file: str, _pooch: Any) -> None:
     with requests.get(url, headers=headers, stream=True, timeout=_TIMEOUT_S) as response:
         if response.status_code == requests.codes.requested_range_not_satisfiable:
             part.unlink()
-            return _continue(url, output_file, _pooch)
+            return _continue(url, output_file, _pooch, progress=progress)
         response.raise_for_status()
         continued = response.status_code == requests.codes.partial_content
+        rest = int(response.headers.get("Content-Length", 0))
         with part.open("ab" if continued else "wb") as file:
+            total = file.tell() + rest if rest else 0
             for block in response.iter_content(_BLOCK_BYTES):
                 file.write(block)
+                progress(file.tell(), total)
     os.replace(part, output_file)
 
 

@@ -1,7 +1,4 @@
-"""The verbs `gossamer bench report` and `gossamer bench watch`.
-
-What draws is imported when a verb runs: other verbs and --help need none of it.
-"""
+"""The verbs `gossamer bench report` and `gossamer bench watch`."""
 
 from __future__ import annotations
 
@@ -9,17 +6,20 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from gossamer.cli.names import complete_results
+from gossamer.cli.terminal import Json, say, show, show_json
 from gossamer.errors import UserError
 
-_Folder = Annotated[Path, typer.Argument(help="Where records are kept.")]
+Folder = Annotated[
+    Path, typer.Argument(help="Where records are kept.", autocompletion=complete_results)
+]
 
 
 def report_command(
-    folder: _Folder,
+    folder: Folder,
     out: Annotated[
-        Path | None, typer.Option(help="The page; by default report.html in the folder.")
+        Path | None, typer.Option(help="The page.", show_default="FOLDER/report.html")
     ] = None,
     figures: Annotated[
         Path | None, typer.Option(help="Write figures as .png and .svg into this folder.")
@@ -30,10 +30,13 @@ def report_command(
     tensorboard: Annotated[
         Path | None, typer.Option(help="Write curves for TensorBoard into this folder.")
     ] = None,
+    as_json: Json = False,
 ) -> None:
-    """Write a page that says which method wins at which scale, what it costs, and why.
+    """Write a page that says which method wins, at what cost, and why.
 
-    For example: gossamer bench report results/digits --tables tables
+    Examples:
+    $ gossamer bench report results/digits-1008
+    $ gossamer bench report demo --tables tables --json
     """
     check_installed()
     from gossamer.bench.report.terminal import summary_table
@@ -43,32 +46,44 @@ def report_command(
     results = write_report(
         folder, page, figures_dir=figures, tables_dir=tables, tensorboard_dir=tensorboard
     )
-    Console(highlight=False).print(summary_table(results.analysis))
+    if as_json:
+        for kind, table in (
+            ("result", results.analysis.summary),
+            ("verdict", results.analysis.verdicts),
+        ):
+            for row in table.iter_rows(named=True):
+                show_json(kind, row)
+    else:
+        show(summary_table(results.analysis))
     if results.missing:
-        _say(f"partial: {results.missing} runs have no result yet")
+        say(f"partial: {results.missing} runs have no result yet")
     for path in (page, figures, tables, tensorboard):
         if path is not None:
-            _say(f"wrote {path}")
+            say(f"wrote {path}")
 
 
 def watch_command(
-    folder: _Folder,
+    folder: Folder,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
 ) -> None:
-    """Show the page of an experiment while its runs go on, to a browser on this machine.
+    """Show that page in a browser while the runs go on.
 
-    For example: gossamer bench watch results/digits
+    Prints an address of this machine; Ctrl-C ends it.
+
+    Examples:
+    $ gossamer bench watch results/digits-1008
+    $ gossamer bench watch demo --port 8000
     """
     check_installed()
     from gossamer.bench.report.watch import Watch
 
     server = Watch(folder, port)
     print(server.url, flush=True)
-    _say("open this address; Ctrl-C ends it")
+    say("open this address; Ctrl-C ends it")
     try:
         server.serve()
     except KeyboardInterrupt:
-        _say("ended")
+        say("ended")
 
 
 def check_installed() -> None:
@@ -81,7 +96,3 @@ def check_installed() -> None:
         raise UserError(
             f"reports need {error.name}, which is not installed; pip install 'gossamer[bench]'"
         ) from error
-
-
-def _say(line: str) -> None:
-    Console(stderr=True, highlight=False).print(line, markup=False)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import signal
 import sys
+from dataclasses import asdict
 from types import FrameType
 from typing import Annotated, NoReturn
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
+from gossamer.cli.terminal import say, say_error, show_json
 from gossamer.errors import UserError
 from gossamer.lab.cluster import Cluster
 from gossamer.lab.layout import Layout, format_rate, one_switch, parse_layout
@@ -23,10 +23,8 @@ from gossamer.lab.network import set_link
 from gossamer.lab.processes import HostFailed, find_program
 from gossamer.lab.verify import TOLERANCE, Measurement
 
-_console = Console(stderr=True, highlight=False, soft_wrap=True)
 
-
-def lab_command(
+def lab_command(  # noqa: PLR0913 - one parameter per option
     command: Annotated[
         list[str] | None, typer.Argument(help="Program and arguments to run on every host.")
     ] = None,
@@ -47,10 +45,19 @@ def lab_command(
     lab: Annotated[
         str, typer.Option(help="Which lab --cut and --restore mean, where several are running.")
     ] = "",
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print what --verify measures as JSON lines.")
+    ] = False,
 ) -> None:
-    """Run a command on hosts with slow links, all of them on this machine (Linux, root).
+    """Run a command on hosts with slow links, all on this machine.
 
-    For example: gossamer lab --hosts 4 --rate 300mbit -- python train.py
+    Needs Linux and root. The exit code is the command's; or 1
+    where a rate that --verify measured is off.
+
+    Examples:
+    $ gossamer lab --hosts 4 --rate 300mbit -- python train.py
+    $ gossamer lab --layout 2x4:10gbit/1gbit --verify
+    $ gossamer lab --cut host2
     """
     if cut or restore:
         for link, up in ((cut, False), (restore, True)):
@@ -58,13 +65,18 @@ def lab_command(
                 set_link(_choose(lab), link, up=up)
         return
     chosen = _layout(hosts, rate, layout)
+    if as_json and (command or not verify):
+        raise UserError(
+            "--json prints what --verify measures, where no command has the output, got "
+            f"{'a command' if command else 'no --verify'}; write for example --verify --json"
+        )
     if command or not verify:
         find_program(command or [])
     _unwind_on_signals()
     with Cluster(chosen) as cluster:
-        _console.print(f"lab {cluster.id}: {describe(chosen)}")
+        say(f"lab {cluster.id}: {describe(chosen)}")
         if verify:
-            _report(cluster.measure())
+            _report(cluster.measure(), as_json=as_json)
         if command:
             _run(cluster, command)
 
@@ -108,19 +120,19 @@ def _run(cluster: Cluster, command: list[str]) -> None:
         raise typer.Exit(error.code) from None
 
 
-def _report(measurements: list[Measurement]) -> None:
-    table = Table("from", "to", "asked", "measured", "difference")
+def _report(measurements: list[Measurement], *, as_json: bool) -> None:
     for each in measurements:
-        mark = "" if each.holds else " [bold red]off[/]"
-        asked, measured = format_rate(each.asked_bits_s), format_rate(each.measured_bits_s)
-        table.add_row(each.source, each.target, asked, measured, f"{each.error:+.1%}{mark}")
-    _console.print(table)
+        if as_json:
+            show_json("rate", asdict(each) | {"holds": each.holds})
+        else:
+            say(str(each))
     wrong = [str(each) for each in measurements if not each.holds]
     if wrong:
-        raise UserError(
+        say_error(
             f"measured rates must be within {TOLERANCE:.0%} of those asked for, "
             f"got {'; '.join(wrong)}; ask for a lower rate or free the processors"
         )
+        raise typer.Exit(1)
 
 
 def _unwind_on_signals() -> None:

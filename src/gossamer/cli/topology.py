@@ -1,87 +1,71 @@
-"""The command line: each verb parses its arguments, makes one library call and prints."""
+"""The verb `gossamer topology`: compare graphs, or look at one of them."""
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from gossamer.bench.command import bench_app, data_command, demo_command
+from gossamer.cli.names import complete, with_endings
+from gossamer.cli.terminal import Json, say, show, show_json
 from gossamer.errors import UserError
-from gossamer.lab.command import lab_command
-from gossamer.picture import first_rounds
-from gossamer.runtime_model.command import plan_command, profile_command
-from gossamer.topology import CATALOGUE, Round, Schedule, parse
-from gossamer.topology.catalogue import example
-from gossamer.topology.summary import Summary, summarize
 
-app = typer.Typer(
-    name="gossamer",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-console = Console()
-
-Workers = Annotated[int, typer.Option("--workers", "-n", help="Number of workers.")]
-Params = Annotated[
-    float, typer.Option(min=1, help="Parameters of the model, sent as 4 bytes each.")
-]
+if TYPE_CHECKING:
+    from gossamer.topology import Round, Schedule
+    from gossamer.topology.summary import Summary
 
 
-@app.callback()
-def gossamer() -> None:
-    """Decentralized data-parallel training for PyTorch.
-
-    Workers mix parameters with a few neighbours instead of all-reducing gradients.
-    """
-
-
-@app.command(rich_help_panel="Look")
-def topology(
-    name: Annotated[str | None, typer.Argument(help='A topology, such as "lattice(k=4)".')] = None,
-    workers: Workers = 16,
-    params: Params = 25.6e6,
+def topology_command(
+    name: Annotated[
+        str | None,
+        typer.Argument(
+            help='A topology, such as "lattice(k=4)".', autocompletion=complete("topologies")
+        ),
+    ] = None,
+    workers: Annotated[int, typer.Option("--workers", "-n", help="Number of workers.")] = 16,
+    params: Annotated[
+        float,
+        typer.Option(
+            min=1, help="Parameters of the model, of 4 bytes each.", show_default="25.6e6"
+        ),
+    ] = 25.6e6,
     rounds: Annotated[int, typer.Option(min=1, help="How many rounds to show.")] = 4,
     html: Annotated[Path | None, typer.Option(help="Write a picture as a page.")] = None,
     png: Annotated[Path | None, typer.Option(help="Write a picture as an image.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON lines.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Compare the communication graphs, or look at one of them.
 
-    Examples: `gossamer topology -n 16`, `gossamer topology "lattice(k=4)" -n 32 --html graph.html`.
+    Examples:
+    $ gossamer topology -n 16
+    $ gossamer topology torus -n 64 --html torus.html
+    $ gossamer topology "lattice(k=4)" -n 32 --json
     """
-    pictures = _check_pictures(html=html, png=png)
+    from gossamer.topology.summary import summarize
+
+    pictures = with_endings(html=html, png=png)
     schedules, missing = _build(name, workers)
     summaries = [summarize(schedule) for schedule in schedules]
     if as_json:
         _print_json(summaries, missing, params)
     else:
-        console.print(_summary_table(summaries, params))
+        show(_summary_table(summaries, params))
         for topology_name, reason in missing.items():
-            console.print(f"[dim]no {topology_name}: {escape(reason)}[/]", highlight=False)
+            show(f"[dim]no {topology_name}: {escape(reason)}[/]")
         if name is not None:
             _print_rounds(schedules[0], rounds)
     _save_pictures(schedules, name, rounds, pictures)
 
 
-app.command("demo", rich_help_panel="Measure")(demo_command)
-app.command("data", rich_help_panel="Measure")(data_command)
-app.command("lab", rich_help_panel="Measure")(lab_command)
-app.add_typer(bench_app, name="bench", rich_help_panel="Measure")
-app.command("profile", rich_help_panel="Measure")(profile_command)
-app.command("plan", rich_help_panel="Measure")(plan_command)
-
-
 def _build(name: str | None, workers: int) -> tuple[list[Schedule], dict[str, str]]:
     """Return the named schedule, or the whole catalogue and why some of it cannot be built."""
+    from gossamer.topology import CATALOGUE, parse
+    from gossamer.topology.catalogue import example
+
     if name is not None:
         return [parse(example(name) if name in CATALOGUE else name, workers)], {}
     schedules: list[Schedule] = []
@@ -98,23 +82,27 @@ def _build(name: str | None, workers: int) -> tuple[list[Schedule], dict[str, st
 
 def _print_json(summaries: list[Summary], missing: dict[str, str], params: float) -> None:
     for summary in summaries:
-        print(json.dumps(asdict(summary) | {"bytes_sent": 4 * params * summary.copies_sent}))
+        show_json("topology", asdict(summary) | {"bytes_sent": 4 * params * summary.copies_sent})
     for name, reason in missing.items():
-        print(json.dumps({"name": name, "missing": reason}))
+        show_json("missing", {"name": name, "reason": reason})
 
 
 def _print_rounds(schedule: Schedule, limit: int) -> None:
+    from gossamer.picture import first_rounds
+    from gossamer.topology import CATALOGUE
+
     description = CATALOGUE[schedule.name.partition("(")[0]].build.__doc__ or ""
-    console.print(escape(description.splitlines()[0]), highlight=False)
+    show(escape(description.splitlines()[0]))
     for step, round in first_rounds(schedule, limit):
-        console.print(_round_table(round, step))
+        show(_round_table(round, step))
 
 
 def _summary_table(summaries: list[Summary], params: float) -> Table:
     table = Table(title=f"{summaries[0].num_workers} workers, {params / 1e6:.3g} M parameters")
-    table.add_column("topology")
-    for heading in ("degree", "messages", "MB sent", "p", "exact after"):
-        table.add_column(heading, justify="right")
+    table.add_column("topology", overflow="fold")
+    for heading in ("degree", "messages", "MB sent", "p"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("exact after", justify="right", overflow="fold")
     for summary in summaries:
         exact = summary.rounds_to_consensus
         table.add_row(
@@ -155,14 +143,6 @@ def _listed(items: list[str], most: int = 8) -> str:
     return "  ".join(items[:most]) + rest
 
 
-def _check_pictures(**paths: Path | None) -> list[Path]:
-    """Return the pictures asked for, after a check that each is of its option's kind."""
-    for kind, path in paths.items():
-        if path is not None and path.suffix.lower() != f".{kind}":
-            raise UserError(f"--{kind} writes a .{kind} file, got {path.name!r}; change its ending")
-    return [path for path in paths.values() if path is not None]
-
-
 def _save_pictures(
     schedules: list[Schedule], name: str | None, rounds: int, paths: list[Path]
 ) -> None:
@@ -173,13 +153,4 @@ def _save_pictures(
     figure = picture.gallery(schedules) if name is None else picture.draw(schedules[0], rounds)
     for path in paths:
         picture.save(figure, path)
-        Console(stderr=True).print(f"wrote {path}", highlight=False)
-
-
-def main() -> None:
-    """Run the command line; a UserError is one line on stderr and exit code 2."""
-    try:
-        app()
-    except UserError as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
-        sys.exit(2)
+        say(f"wrote {path}")

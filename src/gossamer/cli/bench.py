@@ -1,0 +1,279 @@
+"""The verbs `gossamer bench …` and `gossamer demo`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from gossamer.cli.data import DataDir
+from gossamer.cli.names import complete_experiment
+from gossamer.cli.report import Folder, check_installed, report_command, watch_command
+from gossamer.cli.terminal import Json, say, show, show_json, track
+from gossamer.errors import UserError
+
+if TYPE_CHECKING:
+    from gossamer.bench import Experiment, Matrix, Store
+    from gossamer.engine import RunSpec
+
+bench_app = typer.Typer(no_args_is_help=True)
+
+File = Annotated[
+    Path,
+    typer.Argument(help="The experiment, a TOML file.", autocompletion=complete_experiment),
+]
+Jobs = Annotated[int | None, typer.Option(min=1, help="Runs at a time; by default one per core.")]
+
+
+@bench_app.callback()
+def describe() -> None:
+    """Compare ways to train: DBench.
+
+    An experiment is a TOML file; docs/dbench.md says how to
+    write one.
+
+    Examples:
+    $ gossamer bench expand experiments/digits-1008.toml
+    $ gossamer bench run experiments/digits-1008.toml
+    $ gossamer bench report results/digits-1008
+    """
+
+
+@bench_app.command("expand")
+def expand_command(
+    file: File,
+    data_dir: DataDir = None,
+    jobs: Jobs = None,
+    estimate: Annotated[
+        bool,
+        typer.Option("--estimate/--no-estimate", help="Measure a few steps of each kind of run."),
+    ] = True,
+    as_json: Json = False,
+) -> None:
+    """List the runs of an experiment, and about how long they take.
+
+    Examples:
+    $ gossamer bench expand experiments/digits-1008.toml
+    $ gossamer bench expand mine.toml --no-estimate --json
+    """
+    from gossamer.bench import expand, load
+
+    _use_data(data_dir)
+    experiment = load(file)
+    matrix = expand(experiment)
+    if as_json:
+        for spec in matrix.runs:
+            show_json("run", _facts(spec))
+        _print_skipped_json(matrix)
+    else:
+        show(_runs_table(experiment.name, matrix.runs))
+        for skipped in matrix.skipped:
+            show(f"skipped: {escape(skipped.reason)}")
+    if estimate:
+        _print_estimate(matrix.runs, jobs, as_json=as_json)
+
+
+@bench_app.command("run")
+def run_command(
+    file: File,
+    out: Annotated[
+        Path | None, typer.Option(help="Where records are kept.", show_default="results/NAME")
+    ] = None,
+    jobs: Jobs = None,
+    retry: Annotated[bool, typer.Option("--retry", help="Run those again that failed.")] = False,
+    data_dir: DataDir = None,
+    as_json: Json = False,
+) -> None:
+    """Run an experiment, or what is left of it.
+
+    Started again after any end, it goes on with what is not
+    done. Under torchrun it runs the distributed ones on the
+    ranks that are there. It ends with 1 where a run failed.
+
+    Examples:
+    $ gossamer bench run experiments/digits-1008.toml --jobs 2
+    $ gossamer bench run mine.toml --out results/mine --retry
+    """
+    from gossamer.bench import Store, load
+    from gossamer.bench.ranks import run_as_rank, under_torchrun
+
+    _use_data(data_dir)
+    experiment = load(file)
+    store = Store(out or Path("results") / experiment.name)
+    if under_torchrun():
+        run_as_rank(experiment, store, retry=retry)
+        return
+    _run(experiment, store, jobs=jobs, retry=retry)
+    _print_status(experiment, store, as_json=as_json)
+    _exit_where_failed(experiment, store)
+
+
+@bench_app.command("status")
+def status_command(folder: Folder, as_json: Json = False) -> None:
+    """Say which runs are done, which failed, and why.
+
+    Examples:
+    $ gossamer bench status results/digits-1008
+    $ gossamer bench status results/digits-1008 --json
+    """
+    from gossamer.bench import Store, load
+
+    store = Store(folder)
+    if not store.experiment_path.exists():
+        raise UserError(
+            f"records are kept in a folder with an experiment.toml, got {folder}; "
+            "make one with gossamer bench run"
+        )
+    _print_status(load(store.experiment_path), store, as_json=as_json)
+
+
+bench_app.command("report")(report_command)
+bench_app.command("watch")(watch_command)
+
+
+def demo_command(
+    out: Annotated[Path, typer.Option(help="Folder for records and the report.")] = Path("demo"),
+    jobs: Jobs = None,
+    as_json: Json = False,
+) -> None:
+    """Train digits in seven ways, say which wins, and write a report.
+
+    On 8, 32 and 128 workers; about two minutes on two cores.
+    Started again after any end, it goes on.
+
+    Examples:
+    $ gossamer demo
+    $ gossamer demo --out demo --json
+    """
+    from gossamer.bench import Store
+    from gossamer.bench.experiment import parse
+
+    check_installed()  # now, and not when all has been trained
+    text = resources.files("gossamer.bench").joinpath("demo.toml").read_text()
+    experiment, store = parse(text, "demo.toml"), Store(out)
+    _run(experiment, store, jobs=jobs)
+    report_command(out, as_json=as_json)
+    _exit_where_failed(experiment, store)
+
+
+def _run(experiment: Experiment, store: Store, **options: Any) -> None:
+    from gossamer.bench.progress import run_and_show
+
+    before = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        run_and_show(experiment, store, **options)
+    except KeyboardInterrupt as stop:
+        say("interrupted; start it again to go on")
+        (number,) = stop.args or (signal.SIGINT,)
+        sys.exit(128 + number)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _interrupt(signum: int, frame: Any) -> NoReturn:
+    raise KeyboardInterrupt(signum)
+
+
+def _runs_table(name: str, runs: list[RunSpec]) -> Table:
+    table = Table(title=f"{name}: {len(runs)} runs")
+    for heading, value in _facts(runs[0]).items():
+        justify = "right" if isinstance(value, int) else "left"
+        table.add_column(heading, justify=justify, no_wrap=heading == "id", overflow="fold")
+    for spec in runs:
+        table.add_row(*map(escape, map(str, _facts(spec).values())))
+    return table
+
+
+def _facts(spec: RunSpec) -> dict[str, Any]:
+    """Return what tells a run from others."""
+    return {
+        "id": spec.id,
+        "workload": spec.workload,
+        "workers": spec.workers,
+        "method": spec.method,
+        "engine": spec.engine,
+        "seed": spec.seed,
+        "steps": spec.num_steps,
+    }
+
+
+def _print_estimate(runs: list[RunSpec], jobs: int | None, *, as_json: bool) -> None:
+    from gossamer.bench.estimate import estimate_s
+    from gossamer.bench.runner import count_cores
+
+    def tracked(measured: Sequence[RunSpec]) -> Iterator[RunSpec]:
+        return track(measured, "measuring a few steps of each kind of run")
+
+    seconds = estimate_s(runs, jobs or count_cores(), tracked)
+    if as_json:
+        show_json("estimate", {"seconds": seconds})
+    else:
+        show(f"about {_lasting(seconds)} on this machine as it is now")
+
+
+def _print_status(experiment: Experiment, store: Store, *, as_json: bool) -> None:
+    from gossamer.bench import expand
+    from gossamer.bench.progress import result
+
+    matrix = expand(experiment)
+    ends = {spec.id: store.ended(spec.id) for spec in matrix.runs}
+    there = store.run_ids()
+    statuses = {
+        run_id: ended.status if ended else "unfinished" if run_id in there else "to do"
+        for run_id, ended in ends.items()
+    }
+    if as_json:
+        for spec in matrix.runs:
+            ended = ends[spec.id]
+            how = {"train_s": ended.train_s, "reason": ended.reason} if ended else {}
+            show_json("run", _facts(spec) | {"status": statuses[spec.id]} | how)
+        _print_skipped_json(matrix)
+        return
+    counts = Counter(statuses.values())
+    counts["skipped"] = len(matrix.skipped)
+    parts = [f"{count} {status}" for status, count in counts.items() if count]
+    show(escape(f"{experiment.name}: {', '.join(parts)}; records in {store.folder}"))
+    for spec in matrix.runs:
+        ended = ends[spec.id]
+        if ended is not None and ended.status != "done":
+            show(escape(result(spec, ended)))
+        elif ended is None and spec.id in there and (damage := store.read(spec.id).damage):
+            show(escape(f"{damage}; it will be run again"))
+    if counts["error"] or counts["timeout"]:
+        show("run it with --retry to try those again")
+
+
+def _print_skipped_json(matrix: Matrix) -> None:
+    for skipped in matrix.skipped:
+        show_json("skipped", {"fields": skipped.fields, "reason": skipped.reason})
+
+
+def _exit_where_failed(experiment: Experiment, store: Store) -> None:
+    from gossamer.bench import expand
+
+    ends = [store.ended(spec.id) for spec in expand(experiment).runs]
+    if any(ended is None or ended.status in ("error", "timeout") for ended in ends):
+        sys.exit(1)
+
+
+def _use_data(folder: Path | None) -> None:
+    if folder is not None:
+        if not folder.is_dir():
+            raise UserError(f"--data-dir must be a folder, got {folder}; make it first")
+        os.environ["GOSSAMER_DATA"] = str(folder.absolute())  # child processes read it too
+
+
+def _lasting(seconds: float) -> str:
+    for unit, size in (("hours", 3600), ("minutes", 60)):
+        if seconds > 1.5 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} seconds"

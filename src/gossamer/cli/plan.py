@@ -1,0 +1,200 @@
+"""The verbs `gossamer profile` and `gossamer plan`: from a job to a file, from it to advice."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from gossamer.cli.names import complete, names, with_endings
+from gossamer.cli.terminal import Json, say, show, show_json
+from gossamer.errors import UserError
+
+if TYPE_CHECKING:
+    from gossamer.runtime_model.plan import Plan, Row
+
+_SHEET = "From data sheets"
+
+
+def plan_command(
+    profile: Annotated[Path, typer.Argument(help="A profile, from gossamer profile.")],
+    workers: Annotated[str, typer.Option(help="Scales, separated by commas.")] = "8,16,32,64",
+    topology: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Only these for gossip; repeatable.", autocompletion=complete("topologies")
+        ),
+    ] = None,
+    strong: Annotated[
+        bool, typer.Option("--strong", help="Keep the batch of all workers together.")
+    ] = False,
+    html: Annotated[Path | None, typer.Option(help="Write timeline and curves as a page.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Say whether gossip would be faster, with which graph, by how much.
+
+    Examples:
+    $ gossamer plan profile.json
+    $ gossamer plan profile.json --workers 8,16 --html plan.html
+    $ gossamer plan profile.json --topology ring --json
+    """
+    from gossamer.runtime_model.plan import make_plan
+    from gossamer.runtime_model.profile import read_profile
+
+    pages = with_endings(html=html)
+    given = {"topologies": topology} if topology else {}
+    plan = make_plan(read_profile(profile), _scales(workers), strong=strong, **given)
+    if as_json:
+        _print_json(plan)
+    else:
+        _print_tables(plan)
+    for path in pages:
+        from gossamer.runtime_model import page  # plotly takes a while to import
+
+        page.write_page(plan, path)
+        say(f"wrote {path}")
+
+
+def profile_command(  # noqa: PLR0913 - one parameter per option
+    workload: Annotated[
+        str,
+        typer.Argument(
+            help="A workload to measure, under torchrun.", autocompletion=complete("workloads")
+        ),
+    ] = "",
+    out: Annotated[Path, typer.Option(help="Where the profile goes.")] = Path("profile.json"),
+    steps: Annotated[int, typer.Option(min=2, help="Measured steps.")] = 30,
+    gpu: Annotated[
+        str,
+        typer.Option(
+            help=f"One of {', '.join(names('GPUs'))}.",
+            autocompletion=complete("GPUs"),
+            rich_help_panel=_SHEET,
+        ),
+    ] = "",
+    link: Annotated[
+        str,
+        typer.Option(
+            help=f"Between nodes: {', '.join(names('links'))}.",
+            autocompletion=complete("links"),
+            rich_help_panel=_SHEET,
+        ),
+    ] = "100gbit",
+    params: Annotated[
+        float,
+        typer.Option(
+            help="Parameters of the model.", show_default="25.6e6", rich_help_panel=_SHEET
+        ),
+    ] = 25.6e6,
+    flops: Annotated[
+        float,
+        typer.Option(
+            help="Operations of a worker's step; 0: 6 per parameter and sample.",
+            rich_help_panel=_SHEET,
+        ),
+    ] = 0.0,
+    samples: Annotated[
+        float,
+        typer.Option(
+            help="Samples or tokens of a worker's step, where --flops is 0.",
+            rich_help_panel=_SHEET,
+        ),
+    ] = 4096,
+    efficiency: Annotated[
+        float, typer.Option(help="Share of the GPU's peak.", rich_help_panel=_SHEET)
+    ] = 0.3,
+    variance: Annotated[
+        float, typer.Option(help="Of normalized compute time.", rich_help_panel=_SHEET)
+    ] = 0.0,
+    workers: Annotated[
+        int, typer.Option(min=1, help="Workers that the batch is for.", rich_help_panel=_SHEET)
+    ] = 8,
+    per_node: Annotated[
+        int, typer.Option(min=1, help="Workers of a node.", rich_help_panel=_SHEET)
+    ] = 8,
+) -> None:
+    """Measure a job, or describe it from data sheets, for a plan.
+
+    A workload is measured under torchrun or in the lab. Your
+    own script takes two lines: see docs/runtime_model.md.
+
+    Examples:
+    $ gossamer profile --gpu a100 --link 25gbit --params 65e6
+    $ torchrun --nproc-per-node 4 -m gossamer profile digits-mlp
+    """
+    if bool(gpu) == bool(workload):
+        raise UserError(
+            f"a profile is of a workload or a --gpu, got {'both' if gpu else 'neither'}; "
+            "write for example gossamer profile --gpu a100 --params 65e6"
+        )
+    if workload:
+        from gossamer.runtime_model.measure import measure_workload  # torch takes a while to import
+
+        measure_workload(workload, out, steps)
+    else:
+        from gossamer.runtime_model.presets import from_data_sheet
+        from gossamer.runtime_model.profile import write_profile
+        from gossamer.runtime_model.words import describe
+
+        sheet = from_data_sheet(
+            gpu,
+            link,
+            parameters=params,
+            flops=flops or 6 * params * samples,
+            workers=workers,
+            workers_per_node=per_node,
+            efficiency=efficiency,
+            variance=variance,
+        )
+        write_profile(sheet, out)
+        say(f"wrote {out}: {describe(sheet)}")
+
+
+def _scales(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise UserError(
+            f"--workers takes whole numbers separated by commas, got {text!r}; "
+            "write for example --workers 8,16,32"
+        ) from None
+
+
+def _print_json(plan: Plan) -> None:
+    for row in plan.rows:
+        show_json("row", asdict(row))
+    for advice in plan.advice:
+        show_json("advice", asdict(advice))
+    for name, reason in plan.missing.items():
+        show_json("missing", {"name": name, "reason": reason})
+
+
+def _print_tables(plan: Plan) -> None:
+    from gossamer.runtime_model.words import LEGEND, describe
+
+    show(escape(describe(plan.profile)))
+    for advice in plan.advice:
+        rows = [row for row in plan.rows if row.workers == advice.workers]
+        show(f"\n[bold]{advice.workers} workers:[/] {escape(advice.reason)}")
+        show(_table(rows, advice.method))
+    for name, reason in plan.missing.items():
+        show(f"[dim]no {escape(name)}: {escape(reason)}[/]")
+    show(f"[dim]{LEGEND}[/]")
+
+
+def _table(rows: list[Row], recommended: str) -> Table:
+    from gossamer.runtime_model.words import HEADINGS, row_cells
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for number, heading in enumerate(HEADINGS):
+        table.add_column(heading, justify="right" if number else "left", overflow="fold")
+    for row in rows:
+        cells = row_cells(row)
+        style = "bold" if row.method == recommended else None
+        table.add_row(*cells, style=style)
+    return table
