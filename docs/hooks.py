@@ -87,5 +87,5 @@ def _page_of(path: str, config: MkDocsConfig) -> File:
 def _verbs() -> str:
     """Return the reference of the command line, one level below a page's title."""
     command = typer.main.get_command(app)
-    context = command.make_context("gossamer", [], resilient_parsing=True)
+    context = typer.Context(command, info_name="gossamer")
     return get_docs_for_click(obj=command, ctx=context, indent=1, name="gossamer")

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import final
 
 REPOSITORY = Path(__file__).parents[1]
-PAGES = ["README.md", "CONTRIBUTING.md"]
-PAGES += sorted(f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md"))
+_DOCS = sorted((REPOSITORY / "docs").glob("*.md"))
+PAGES = ["README.md", "CONTRIBUTING.md", *(f"docs/{path.name}" for path in _DOCS)]
 
-_FENCED = re.compile(r"^```(\w*)(?: title=\"(.+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_FENCED = re.compile(r"^```(\w*)(?: title=\"([^\"]+)\")?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"`([^`\n]+)`")
 _PREFIX = re.compile(r"(sudo )?(nice -n -?\d+ )?(\.venv/bin/)?")
 
