@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +19,7 @@ from gossamer.consensus.targets import (
     Plain,
     Target,
 )
-from gossamer.errors import UserError
+from gossamer.errors import UserError, nearest_in_brackets
 from gossamer.topology import Schedule
 
 
@@ -88,9 +87,8 @@ def bind(control: Control | Target, schedule: Schedule, order: str) -> Controlle
 def _build(call: Call) -> Control | Target:
     build = CONTROLS.get(call.name)
     if build is None:
-        match = difflib.get_close_matches(call.name, CONTROLS, n=1, cutoff=0.5)
         raise UserError(
-            f"unknown control {call.name!r}{f' (did you mean {match[0]!r}?)' if match else ''}; "
+            f"unknown control {call.name!r}{nearest_in_brackets(call.name, CONTROLS)}; "
             f"choose from {', '.join(CONTROLS)}"
         )
     positional = [_value(value) for value in call.positional]
