@@ -8,7 +8,7 @@ from typing import Any
 
 from gossamer import calls
 from gossamer.calls import Call, Name
-from gossamer.consensus.actions import AdaConsensus, Gamma, Repeat, checked_order
+from gossamer.consensus.actions import AdaConsensus, Gamma, Repeat
 from gossamer.consensus.control import Control, Controller
 from gossamer.consensus.targets import (
     Adaptive,
@@ -71,7 +71,13 @@ def parse_control(text: str) -> Control | Target:
     return _build(call)
 
 
-_ACTIONS: dict[str, Callable[[Target], Control]] = {"atc": Repeat, "awc": AdaConsensus}
+_ACTIONS: dict[str, Callable[[Target], Control]] = {"awc": AdaConsensus, "atc": Repeat}
+
+
+def check_order(order: str) -> None:
+    """Refuse what is not an order."""
+    if order not in _ACTIONS:
+        raise UserError(f"order must be one of {', '.join(_ACTIONS)}, got {order!r}")
 
 
 def bind(control: Control | Target, schedule: Schedule, order: str) -> Controller:
@@ -79,9 +85,9 @@ def bind(control: Control | Target, schedule: Schedule, order: str) -> Controlle
 
     A target by itself acts by ``Repeat`` under atc and by ``AdaConsensus`` under awc.
     """
-    if isinstance(control, Control):
-        return control.bind(schedule, order)
-    return _ACTIONS[checked_order(order)](control).bind(schedule, order)
+    check_order(order)
+    acting = control if isinstance(control, Control) else _ACTIONS[order](control)
+    return acting.bind(schedule, order)
 
 
 def _build(call: Call) -> Control | Target:
