@@ -447,18 +447,18 @@ class Gossip:
     def _after_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if hooks.is_nested(optimizer):
-            return
-        self._stepped.append(optimizer)
-        if len(self._stepped) == len(self._optimizers):
-            self._finish_step()
+        if not hooks.is_nested(optimizer):
+            self._count_step(optimizer)
 
     def skip(self, optimizer: Optimizer) -> None:
         """Count an optimizer's step as taken, though all ranks agreed to skip it."""
         assert optimizer in self._optimizers, "an optimizer of another gossip"
+        self._count_step(optimizer)
+
+    def _count_step(self, optimizer: Optimizer) -> None:
         self._stepped.append(optimizer)
         if len(self._stepped) == len(self._optimizers):
-            if self._mixed:
+            if self._mixed:  # else all were skipped
                 self._finish_step()
             self._stepped = []
 
