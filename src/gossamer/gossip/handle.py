@@ -95,7 +95,7 @@ class Gossip:
         # - The step that is being taken
         self._optimizers = optimizers
         self._stepped: list[Optimizer] = []
-        self._mixed = False
+        self._begun = False
         # - What the user is inside of
         self._inside = ""
         self._restoring = False
@@ -278,7 +278,7 @@ class Gossip:
             )
 
     def _refuse_amid_optimizers(self, call: str) -> None:
-        if self._mixed:
+        if self._begun:
             raise UserError(
                 f"{call} must come between two steps of training, got it after the first of "
                 f"{len(self._optimizers)} optimizers; let all of them take their step first"
@@ -436,12 +436,12 @@ class Gossip:
             )
         self._guard.check_trained()
         args, kwargs = hooks.evaluate_closure(args, kwargs)
-        if not self._mixed:
+        if not self._begun:
             self._check_unchanged()
             if self._joining:
                 self._count_training(training=True)
             self._order.before_step(self._mixer, self._plan, self.num_steps)
-            self._mixed = True
+            self._begun = True
         return args, kwargs
 
     def _after_step(
@@ -458,12 +458,12 @@ class Gossip:
     def _count_step(self, optimizer: Optimizer) -> None:
         self._stepped.append(optimizer)
         if len(self._stepped) == len(self._optimizers):
-            if self._mixed:  # else all were skipped
+            if self._begun:  # else all were skipped
                 self._finish_step()
             self._stepped = []
 
     def _finish_step(self) -> None:
-        self._stepped, self._mixed = [], False
+        self._stepped, self._begun = [], False
         self._guard.renew()
         if self._norms_every and (self.num_steps + 1) % self._norms_every == 0:
             own = tensor_norms([tensor.unsqueeze(0) for tensor in self._tensors.trained])
