@@ -22,6 +22,7 @@ from torch.optim import SGD
 from benchmarks import faults
 from gossamer.errors import UserError
 from gossamer.gossip import ExchangeError, bulletin, decentralize
+from gossamer.gossip.agreement import agree
 from gossamer.gossip.bulletin import Bulletin
 from gossamer.topology import Schedule, parse, ring
 from tests.ranks import run_ranks
@@ -132,7 +133,7 @@ def test_versions_and_custom_schedules_are_compared(monkeypatch: pytest.MonkeyPa
     def versions(group: ProcessGroup) -> str:
         board = Bulletin(group, timedelta(seconds=5))
         with pytest.raises(UserError) as caught:
-            board.agree({"the version of gossamer": f"0.{group.rank()}"})
+            agree(board, {"the version of gossamer": f"0.{group.rank()}"})
         return str(caught.value)
 
     for message in run_ranks(2, versions):
@@ -224,7 +225,7 @@ def test_a_blocked_rank_is_not_blamed_and_warns(
     monkeypatch.setattr(bulletin, "_WARN_S", 0.1)
     zero, one, _two = boards(3)
     one.at(7, "abc")
-    one._watcher.start()
+    one.watch()
     with caplog.at_level(logging.WARNING), one.blocked():
         one.awaits("bucket 0 from rank 2", (2,))
         time.sleep(0.3)

@@ -27,15 +27,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from gossamer.consensus import (
-    Control,
-    Target,
-    check_interval,
-    name_of,
-    planner,
-)
+from gossamer.consensus import Control, Target, check_interval, name_of, planner
 from gossamer.errors import UserError
 from gossamer.gossip import parameters
+from gossamer.gossip.agreement import agree, decline
 from gossamer.gossip.buckets import flatten_
 from gossamer.gossip.bulletin import Bulletin
 from gossamer.gossip.handle import Gossip, Tensors
@@ -125,9 +120,10 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
             **parameters.facts_about(model),
         }
     except Exception as error:
-        bulletin.decline(error)
+        decline(bulletin, error)
         raise
-    bulletin.agree(facts)
+    agree(bulletin, facts)
+    bulletin.watch()
 
     with bulletin.leaving_on_error(), torch.no_grad():
         period = schedule.period or 0
