@@ -192,9 +192,7 @@ class Transport:
 
         def collect() -> list[int]:
             self._meet_in(wait)
-            digests: list[int] = pairs[:, 0].tolist()
-            others = [rank for rank, other in enumerate(digests) if other != digests[self.rank]]
-            if others:
+            if others := self._ranks_that_differ(pairs[:, 0].tolist()):
                 raise self._bulletin.disagreement(
                     others,
                     f"all ranks must make the same calls in the same order, but rank {self.rank} "
@@ -231,9 +229,7 @@ class Transport:
         collect = self.begin_gather(int(digest[:15], 16), "the comparison of rounds")
 
         def compare() -> None:
-            digests = collect()
-            others = [rank for rank, digest in enumerate(digests) if digest != digests[self.rank]]
-            if others:
+            if others := self._ranks_that_differ(collect()):
                 raise self._bulletin.disagreement(
                     others,
                     f"all ranks must mix with the same round, but {name_ranks(others)} had another "
@@ -359,6 +355,9 @@ class Transport:
         with self._bulletin.blocked():
             wait()
         self.meeting_s += time.perf_counter() - began
+
+    def _ranks_that_differ(self, digests: list[int]) -> list[int]:
+        return [rank for rank, digest in enumerate(digests) if digest != digests[self.rank]]
 
     def _others_in(self, members: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(member for member in members if member != self.rank)
