@@ -35,9 +35,9 @@ the rounding of parameters in single precision, which mixing cannot remove."""
 class Repeat:
     """Repeat gossip until the distance is under the target (atc).
 
-    Step t mixes with the rounds t, t + 1, … of the schedule, so repeating helps where rounds are
-    matchings too. q is at least 1 and at most ``q_max``; rounds that would no longer bring workers
-    closer are left out.
+    x ← W_{t+q−1} … W_t x at step t, with the least q that comes under it. As these are the rounds
+    t, t + 1, … of the schedule, repeating helps where rounds are matchings too. q is at least 1 and
+    at most ``q_max``; rounds that would no longer bring workers closer are left out.
 
     Args:
         target: how far apart workers may be.
