@@ -114,7 +114,7 @@ def test_starts_that_differ_are_named_on_every_rank() -> None:
             assert f"on {named}" in message, (name, others, rank, message)
 
 
-def test_versions_and_custom_schedules_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_and_custom_schedules_are_compared() -> None:
     """Two schedules of one name with different rounds differ; so do two versions of the library."""
 
     def body(group: ProcessGroup) -> str:
@@ -255,7 +255,7 @@ def test_every_survivor_of_a_fault_names_the_cause() -> None:
 
 
 def test_training_uses_nothing_of_this() -> None:
-    """A step that goes well asks the store for nothing."""
+    """A step that goes well leaves nothing in the store."""
 
     def body(group: ProcessGroup) -> int:
         model = make_model()

@@ -174,6 +174,11 @@ def test_a_run_of_adamw_can_be_continued() -> None:
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
     ours.param_groups[0]["window"] = 4
     run(ours, ours_params, range(9, 14))
+    run(adamw, params, range(9, 14))
+    for a, b in zip(params, ours_params, strict=True):
+        assert ours.state[b]["step"] == 14
+        assert "window_mean" in ours.state[b]
+        assert not torch.allclose(a, b)
 
 
 def test_memory_is_adams_for_a_window_of_one() -> None:
