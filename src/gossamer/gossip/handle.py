@@ -19,12 +19,13 @@ from torch.profiler import record_function
 
 from gossamer.consensus import Decision, Plan, tensor_norms
 from gossamer.errors import UserError
-from gossamer.gossip import hooks, parameters
+from gossamer.gossip import hooks
 from gossamer.gossip.buckets import unflatten_
 from gossamer.gossip.bulletin import Bulletin, ExchangeError
 from gossamer.gossip.meter import RankMeter
 from gossamer.gossip.mixer import Mixer, State
 from gossamer.gossip.orders import Order
+from gossamer.gossip.parameters import Guard
 from gossamer.gossip.stats import Stats
 from gossamer.gossip.transport import Transport
 from gossamer.topology import Schedule
@@ -72,7 +73,7 @@ class Gossip:
         mixer: Mixer,
         transport: Transport,
         bulletin: Bulletin,
-        guard: parameters.Guard,
+        guard: Guard,
         tensors: Tensors,
         norms_every: int,
     ) -> None:
@@ -101,7 +102,6 @@ class Gossip:
         self._restoring = False
         self._joining = False
         self._pid = os.getpid()
-        parameters.GOSSIPING.update(map(id, tensors.trained))
         # - Hooks
         untraced: Any = torch.compiler.disable  # where a user compiles the optimizer's step
         self._handles = [
@@ -393,7 +393,7 @@ class Gossip:
         finally:
             tensors, self._tensors = self._tensors, Tensors()
             unflatten_(tensors.flattened)
-            parameters.GOSSIPING.difference_update(map(id, tensors.trained))
+            self._guard.release()
 
     def _leave(self) -> None:
         """At the end of a process: give peers what they wait for, and say why there is no more."""
