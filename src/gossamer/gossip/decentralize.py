@@ -134,12 +134,13 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
         statistics = list(running_statistics(model).values())
         buckets = flatten_(trained, bucket_mb)
         changing = flatten_(statistics, bucket_mb) if policy.mixed else []
+    meter = RankMeter(trained, optimizers, transport)
     return Gossip(
         optimizers,
         schedule,
         ORDERS[order],
-        make_plan,
-        RankMeter(trained, optimizers, transport),
+        make_plan(meter),
+        meter,
         Mixer(buckets, transport, bulletin, changing, compares_rounds=compares_rounds),
         transport,
         bulletin,

@@ -68,7 +68,7 @@ class Gossip:
         optimizers: Sequence[Optimizer],
         schedule: Schedule,
         order: Order,
-        make_plan: Callable[[RankMeter], Plan],
+        plan: Plan,
         meter: RankMeter,
         mixer: Mixer,
         transport: Transport,
@@ -83,7 +83,7 @@ class Gossip:
         """Steps of training taken so far."""
         self._order = order
         self._meter = meter
-        self._plan = make_plan(meter)
+        self._plan = plan
         self._mixer = mixer
         self._transport = transport
         self._bulletin = bulletin
