@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 import re
@@ -243,7 +244,7 @@ def test_every_survivor_of_a_fault_names_the_cause() -> None:
     limit_s = 2.0
     command = [sys.executable, "-m", "benchmarks.faults", "--json", "--timeout", str(limit_s)]
     output = subprocess.run(command, capture_output=True, text=True, timeout=140, check=True).stdout
-    rows = [faults.json.loads(line) for line in output.splitlines()]
+    rows = [json.loads(line) for line in output.splitlines()]
     for name, fault in faults.FAULTS.items():
         answers = {row["rank"]: row for row in rows if row["fault"] == name}
         survivors = {*range(4)} - ({fault.culprit} if fault.silent else set())
