@@ -11,7 +11,6 @@ parameters.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,7 +32,7 @@ from gossamer.consensus.targets import (
     observed,
 )
 from gossamer.topology import Round, Schedule, complete
-from gossamer.topology.round import FloatArray
+from gossamer.topology.round import FloatArray, digest_of
 from gossamer.topology.spectrum import mixing_rate
 
 _SHORTEST_CALIBRATION, _LONGEST_CALIBRATION = 20, 200
@@ -56,8 +55,7 @@ class Decision:
     @property
     def digest(self) -> str:
         """A short hash of the rounds, for ranks to compare."""
-        parts = "".join(round.digest for round in self.rounds)
-        return hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()
+        return digest_of(self.rounds)
 
 
 class Choice(NamedTuple):

@@ -15,7 +15,6 @@ taken at the unmixed parameters. All workers start equal, so awc's step 0 has no
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from datetime import timedelta
 from importlib import metadata
@@ -40,6 +39,7 @@ from gossamer.gossip.orders import ORDERS
 from gossamer.gossip.transport import Transport
 from gossamer.statistics import policy_of, running_statistics
 from gossamer.topology import Round, Schedule, as_schedule
+from gossamer.topology.round import digest_of
 
 _MOST_ROUNDS_WITH_GROUPS = 64
 """Schedules with a longer period average in groups by messages: a process group costs sockets."""
@@ -178,8 +178,7 @@ def _to_group(process_group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
 def _digest_of(schedule: Schedule) -> str:
     """Return a short text that differs where rounds do, as far as all ranks compare them."""
     num_rounds = min(schedule.period or _ROUNDS_COMPARED, _MOST_ROUNDS_WITH_GROUPS)
-    digests = "".join(schedule.round(step).digest for step in range(num_rounds))
-    return hashlib.blake2b(digests.encode(), digest_size=4).hexdigest()
+    return digest_of(map(schedule.round, range(num_rounds)))[:8]
 
 
 def _check_positive(name: str, value: object, positive: bool) -> None:
