@@ -126,6 +126,7 @@ class _Clock:
         self._spec = spec
         self._trainer = trainer
         self._own_s = 0.0
+        self._looked_at = 0
         self.step = 0
         self.lr = spec.lr_at(0)
         """The learning rate of the next step."""
@@ -149,6 +150,9 @@ class _Clock:
 
     def look(self) -> None:
         """Learn what all processes have spent; a collective call, so that all end together."""
+        if self._looked_at == self.step:  # a budget, a record and an evaluation may all ask
+            return
+        self._looked_at = self.step
         self.bytes_sent = self._trainer.bytes_sent()
         self.train_s = self._trainer.slowest(self._own_s)
 
