@@ -21,7 +21,7 @@ from gossamer.bench.experiment import Experiment
 from gossamer.bench.matrix import expand
 from gossamer.bench.store import Store, StoreError
 from gossamer.engine import RunSpec
-from gossamer.engine.loop import environment
+from gossamer.engine.environment import environment
 from gossamer.records import Ended, Started
 from gossamer.simulate.memory import free_bytes
 
