@@ -67,7 +67,8 @@ def differences(runs: pl.DataFrame) -> pl.DataFrame:
                     continue
                 gap = interval([of[first][seed] - of[second][seed] for seed in shared], known)
                 row: dict[str, Any] = dict(zip(SETTING, key, strict=True))
-                rows.append(row | {"method": first, "other": second} | _named(gap, "better"))
+                row |= {"method": first, "other": second, "seeds": gap.runs}
+                rows.append(row | _named(gap, "better"))
     return pl.DataFrame(rows, schema=_DIFFERENCE_SCHEMA)
 
 
@@ -222,17 +223,11 @@ def _at(x: pl.Series, y: pl.Series, where: float) -> float:
 def _spread(values: pl.Series, name: str) -> dict[str, Any]:
     if values.is_empty():
         return {name: None, f"{name}_low": None, f"{name}_high": None}
-    found = interval(values.to_numpy())
-    return {name: found.mean, f"{name}_low": found.low, f"{name}_high": found.high}
+    return _named(interval(values.to_numpy()), name)
 
 
 def _named(found: Interval, name: str) -> dict[str, Any]:
-    return {
-        name: found.mean,
-        f"{name}_low": found.low,
-        f"{name}_high": found.high,
-        "seeds": found.runs,
-    }
+    return {name: found.mean, f"{name}_low": found.low, f"{name}_high": found.high}
 
 
 def _bounded(*names: str) -> Iterator[tuple[str, Any]]:

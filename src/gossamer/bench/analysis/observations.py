@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from gossamer.bench.analysis.statistics import Correlation, fit, spearman
+from gossamer.bench.analysis.statistics import fit, spearman
 from gossamer.bench.analysis.tabulate import MEASURES, Tables
 
 PHASES = ("early", "middle", "late")
@@ -64,10 +64,7 @@ def observations(runs: pl.DataFrame, dispersion: pl.DataFrame) -> pl.DataFrame:
     """
     done = runs.filter(pl.col("quality").is_not_null(), ~pl.col("twin"))
     mixing = done.filter(~pl.col("centralized"))
-    rows = [
-        *_scale(done),
-        *_by_scale(mixing, "connections", {"observation": "connections"}),
-    ]
+    rows = _scale(done) + _by_scale(mixing, "connections", {"observation": "connections"})
     joined = dispersion.join(mixing, on="run_id", maintain_order="left")
     for (phase,), group in joined.group_by(["phase"], maintain_order=True):
         for measure in MEASURES:
@@ -115,11 +112,11 @@ def _scale(done: pl.DataFrame) -> list[dict[str, Any]]:
     for (workload, method), group in done.group_by(["workload", "method"], maintain_order=True):
         found = spearman(group["workers"].to_numpy(), group["quality"].to_numpy())
         named = {"observation": "scale", "workload": workload, "method": method}
-        rows.append(named | _numbers(found))
+        rows.append(named | found._asdict())
     for (workload,), group in done.group_by(["workload"], maintain_order=True):
         mixing = group.filter(~pl.col("centralized"))
         found = spearman(mixing["workers"], mixing["quality"], mixing["method"].to_list())
-        rows.append({"observation": "scale", "workload": workload} | _numbers(found))
+        rows.append({"observation": "scale", "workload": workload} | found._asdict())
     return rows
 
 
@@ -130,16 +127,12 @@ def _by_scale(mixing: pl.DataFrame, column: str, named: dict[str, Any]) -> list[
     for (workload,), of_workload in known.group_by(["workload"], maintain_order=True):
         for (workers,), group in of_workload.group_by(["workers"], maintain_order=True):
             found = spearman(group[column].to_numpy(), group["quality"].to_numpy())
-            rows.append(named | {"workload": workload, "workers": workers} | _numbers(found))
+            rows.append(named | {"workload": workload, "workers": workers} | found._asdict())
         found = spearman(
             of_workload[column], of_workload["quality"], of_workload["workers"].to_list()
         )
-        rows.append(named | {"workload": workload} | _numbers(found))
+        rows.append(named | {"workload": workload} | found._asdict())
     return rows
-
-
-def _numbers(found: Correlation) -> dict[str, Any]:
-    return found._asdict()
 
 
 _OBSERVATION_SCHEMA: dict[str, Any] = {

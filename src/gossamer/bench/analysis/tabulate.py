@@ -71,7 +71,7 @@ def rows_of(story: Story) -> RunRows | None:
     looks = [record for record in story.records if isinstance(record, Evaluation)]
     workload = workloads.find(str(started.spec["workload"]))
     evaluations = _evaluations(story.run_id, looks, workload)
-    run = _run(story, started, steps) | _result(story, evaluations, workload)
+    run = _run(story, started, steps, workload) | _result(story, evaluations, workload)
     return RunRows(run, _steps(story.run_id, steps), evaluations, _dispersion(story.run_id, steps))
 
 
@@ -106,10 +106,11 @@ def _schedule(text: str, workers: int, steps_per_epoch: int) -> Schedule:
     return topology.parse(text, workers, steps_per_epoch=steps_per_epoch)
 
 
-def _run(story: Story, started: Started, steps: Sequence[Step]) -> dict[str, Any]:
+def _run(
+    story: Story, started: Started, steps: Sequence[Step], workload: Workload
+) -> dict[str, Any]:
     spec, ended = started.spec, story.ended
     counted = [record for record in story.records if isinstance(record, Step | Evaluation)]
-    workload = workloads.find(str(spec["workload"]))
     return {
         "run_id": story.run_id,
         "spec": spec,
