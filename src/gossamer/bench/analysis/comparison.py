@@ -16,7 +16,7 @@ from gossamer.bench.analysis.statistics import Interval, crossings, interval, no
 from gossamer.bench.analysis.tabulate import Tables
 
 SETTING = ["workload", "workers"]
-COST_AXES: dict[str, str] = {"bytes_sent": "bytes per worker", "train_s": "seconds"}
+_COST_AXES = ("bytes_sent", "train_s")
 
 
 def summary(runs: pl.DataFrame) -> pl.DataFrame:
@@ -109,7 +109,7 @@ def crossovers(tables: Tables) -> pl.DataFrame:
         methods = group["method"].unique(maintain_order=True).to_list()
         sign = 1 if group["higher_is_better"][0] else -1
         of = {m: group.filter(pl.col("method") == m) for m in methods}
-        for axis in COST_AXES:
+        for axis in _COST_AXES:
             for number, first in enumerate(methods):
                 for second in methods[number + 1 :]:
                     found = _last_crossing(of[first], of[second], axis, sign)

@@ -52,14 +52,9 @@ class RunRows(NamedTuple):
     dispersion: pl.DataFrame
 
 
-def tabulate(stories: Iterable[Story], names: Mapping[str, str] | None = None) -> Tables:
-    """Return the tables of an experiment.
-
-    Args:
-        stories: its runs; those without a first record are left out.
-        names: what methods are called, by run; by default as their records say.
-    """
-    return join([rows for story in stories if (rows := rows_of(story))], names or {})
+def tabulate(stories: Iterable[Story]) -> Tables:
+    """Return the tables of an experiment; runs without a first record are left out."""
+    return join([rows for story in stories if (rows := rows_of(story))], {})
 
 
 def rows_of(story: Story) -> RunRows | None:
@@ -76,7 +71,12 @@ def rows_of(story: Story) -> RunRows | None:
 
 
 def join(rows: Sequence[RunRows], names: Mapping[str, str]) -> Tables:
-    """Return the tables of several runs."""
+    """Return the tables of several runs.
+
+    Args:
+        rows: of each.
+        names: what methods are called, by run; where a run has none, as its record says.
+    """
     specs = [dict(of_run.run["spec"]) for of_run in rows]
     for spec, of_run in zip(specs, rows, strict=True):
         spec["method"] = names.get(of_run.run["run_id"]) or spec["method"] or spec["topology"]
