@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import polars as pl
 
-from gossamer import topology, workloads
+from gossamer import workloads
 from gossamer.bench.store import Story
 from gossamer.engine import CENTRALIZED
+from gossamer.engine.spec import make_schedule
 from gossamer.errors import UserError
 from gossamer.records import Evaluation, Spread, Started, Step
 from gossamer.topology import Schedule
@@ -98,12 +98,7 @@ def schedule_of(spec: Mapping[str, Any]) -> Schedule | None:
     """Return the rounds of a run; None where its workers hold one model."""
     if spec["topology"] == CENTRALIZED:
         return None
-    return _schedule(spec["topology"], spec["workers"], spec["steps_per_epoch"])
-
-
-@lru_cache(maxsize=256)
-def _schedule(text: str, workers: int, steps_per_epoch: int) -> Schedule:
-    return topology.parse(text, workers, steps_per_epoch=steps_per_epoch)
+    return make_schedule(spec["topology"], spec["workers"], spec["steps_per_epoch"])
 
 
 def _run(
