@@ -23,7 +23,7 @@ from gossamer.bench.analysis.tabulate import MEASURES, Tables
 PHASES = ("early", "middle", "late")
 """Thirds of training, by steps."""
 
-_LEAST = 1e-12
+LEAST = 1e-12
 """Below this a dispersion is rounding; its logarithm is taken here."""
 
 
@@ -47,7 +47,7 @@ def run_dispersion(of_phases: pl.DataFrame) -> pl.DataFrame:
 
     Tensors differ in dispersion by orders of magnitude; so each has the same say.
     """
-    mean = pl.col(list(MEASURES)).clip(lower_bound=_LEAST).log10().mean()
+    mean = pl.col(list(MEASURES)).clip(lower_bound=LEAST).log10().mean()
     return (
         of_phases.group_by(["run_id", "phase"], maintain_order=True)
         .agg(mean)
@@ -81,7 +81,7 @@ def fits(runs: pl.DataFrame, dispersion: pl.DataFrame) -> pl.DataFrame:
     keys = ["workload", "workers", "phase"]
     for key, group in joined.group_by(keys, maintain_order=True):
         for measure in MEASURES:
-            x = np.log10(np.maximum(group[measure].to_numpy(), _LEAST))
+            x = np.log10(np.maximum(group[measure].to_numpy(), LEAST))
             line = fit(x, group["final"].to_numpy())
             if line is not None:
                 row: dict[str, Any] = dict(zip(keys, key, strict=True))
