@@ -30,7 +30,7 @@ from torch import nn
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from gossamer.gossip import Gossip, decentralize
-from gossamer.topology import Schedule, parse, ring
+from gossamer.topology import Round, Schedule, parse, ring
 
 FAULT_STEP = 20
 NUM_STEPS = 26
@@ -110,14 +110,14 @@ def _go_on(gossip: Gossip) -> None:
     pass
 
 
-def _deviating(rank: int, num_workers: int, period: int | None) -> Schedule:
+def _deviating(rank: int, num_workers: int) -> Schedule:
     """A schedule that is another one on rank 2, from the step of the fault on."""
     usual, other = ring(num_workers), parse("star", num_workers).round(0)
 
-    def build(step: int) -> Any:
+    def build(step: int) -> Round:
         return other if rank == 2 and step >= FAULT_STEP else usual
 
-    return Schedule(num_workers, period, build)
+    return Schedule(num_workers, None, build)
 
 
 FAULTS: dict[str, Fault] = {
@@ -147,7 +147,7 @@ FAULTS: dict[str, Fault] = {
         1, "all ranks must make the same calls", _average_or_measure, "complete", everywhere=True
     ),
     "ends early": Fault(1, "rank 1 ended its gossip", Gossip.close, silent=True),
-    "another round": Fault(2, "another one than rank", _go_on, lambda r, n: _deviating(r, n, None)),
+    "another round": Fault(2, "another one than rank", _go_on, _deviating),
 }
 
 

@@ -73,7 +73,7 @@ def check_python(arguments: list[str], folder: Path) -> None:
         assert arguments[0] in known or (folder / arguments[0]).is_file(), f"no {arguments[0]}"
     elif arguments[1] == "gossamer":
         check_gossamer(arguments[2:], folder)
-    else:
+    elif arguments[1].startswith("benchmarks."):
         check_benchmark(arguments[1], arguments[2:])
 
 

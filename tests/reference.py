@@ -33,6 +33,10 @@ def make_model() -> nn.Module:
     return model
 
 
+def sgd(model: nn.Module) -> SGD:
+    return SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
 @torch.no_grad()
 def fill_(model: nn.Module) -> None:
     """Draw parameters from a generator of their own: ranks that are threads share torch's."""

@@ -22,7 +22,7 @@ from gossamer.gossip import ExchangeError, decentralize
 from gossamer.topology import from_matrix, parse, ring, static
 from tests import reference
 from tests.ranks import run_ranks
-from tests.reference import fill_, loss_of, make_model, mix_, vector_of
+from tests.reference import fill_, loss_of, make_model, mix_, sgd, vector_of
 
 
 def take_steps(
@@ -32,10 +32,6 @@ def take_steps(
         optimizer.zero_grad()
         loss_of(model, rank, step).backward()
         optimizer.step()
-
-
-def sgd(model: nn.Module, lr: float = 0.05) -> SGD:
-    return SGD(model.parameters(), lr=lr, momentum=0.9)
 
 
 class WithStatistics(nn.Module):
@@ -65,7 +61,6 @@ def test_the_model_keeps_its_names_shapes_and_ties() -> None:
         assert model["b"].weight is model["a"].weight
         assert {name: p.stride() for name, p in model.named_parameters()} == strides
         loaded = {name: torch.full_like(tensor, group.rank()) for name, tensor in before.items()}
-        gossip._mixer.drain()
         model.load_state_dict(loaded)
         optimizer.step()
         for tensor in model.state_dict().values():  # what was loaded is what is mixed
@@ -671,7 +666,7 @@ def test_a_closure_that_is_called_twice_is_refused() -> None:
 
 
 def test_models_that_cannot_gossip_are_refused() -> None:
-    """Each with its reason: twice, wrapped, without a shape, tied by memory, not dense."""
+    """Each with its reason: gossiping already, without a shape, tied by memory, not dense."""
 
     def body(group: ProcessGroup) -> None:
         def refused(model: nn.Module, words: str) -> None:
@@ -684,6 +679,7 @@ def test_models_that_cannot_gossip_are_refused() -> None:
         gossip.close()
         decentralize(model, sgd(model), "ring", process_group=group).close()
 
+        refused(nn.LazyLinear(3), "must have a shape, got weight, which is not initialized")
         first, second = nn.Linear(3, 3), nn.Linear(3, 3)
         second.weight.data = first.weight.data
         refused(nn.Sequential(first, second), "tied parameters must be one object, got 1.weight")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 import re
@@ -22,6 +23,7 @@ from torch.optim import SGD
 from benchmarks import faults
 from gossamer.errors import UserError
 from gossamer.gossip import ExchangeError, bulletin, decentralize
+from gossamer.gossip.agreement import agree
 from gossamer.gossip.bulletin import Bulletin
 from gossamer.topology import Schedule, parse, ring
 from tests.ranks import run_ranks
@@ -113,7 +115,7 @@ def test_starts_that_differ_are_named_on_every_rank() -> None:
             assert f"on {named}" in message, (name, others, rank, message)
 
 
-def test_versions_and_custom_schedules_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_and_custom_schedules_are_compared() -> None:
     """Two schedules of one name with different rounds differ; so do two versions of the library."""
 
     def body(group: ProcessGroup) -> str:
@@ -132,7 +134,7 @@ def test_versions_and_custom_schedules_are_compared(monkeypatch: pytest.MonkeyPa
     def versions(group: ProcessGroup) -> str:
         board = Bulletin(group, timedelta(seconds=5))
         with pytest.raises(UserError) as caught:
-            board.agree({"the version of gossamer": f"0.{group.rank()}"})
+            agree(board, {"the version of gossamer": f"0.{group.rank()}"})
         return str(caught.value)
 
     for message in run_ranks(2, versions):
@@ -224,7 +226,7 @@ def test_a_blocked_rank_is_not_blamed_and_warns(
     monkeypatch.setattr(bulletin, "_WARN_S", 0.1)
     zero, one, _two = boards(3)
     one.at(7, "abc")
-    one._watcher.start()
+    one.watch()
     with caplog.at_level(logging.WARNING), one.blocked():
         one.awaits("bucket 0 from rank 2", (2,))
         time.sleep(0.3)
@@ -242,7 +244,7 @@ def test_every_survivor_of_a_fault_names_the_cause() -> None:
     limit_s = 2.0
     command = [sys.executable, "-m", "benchmarks.faults", "--json", "--timeout", str(limit_s)]
     output = subprocess.run(command, capture_output=True, text=True, timeout=140, check=True).stdout
-    rows = [faults.json.loads(line) for line in output.splitlines()]
+    rows = [json.loads(line) for line in output.splitlines()]
     for name, fault in faults.FAULTS.items():
         answers = {row["rank"]: row for row in rows if row["fault"] == name}
         survivors = {*range(4)} - ({fault.culprit} if fault.silent else set())
@@ -254,7 +256,7 @@ def test_every_survivor_of_a_fault_names_the_cause() -> None:
 
 
 def test_training_uses_nothing_of_this() -> None:
-    """A step that goes well asks the store for nothing."""
+    """A step that goes well leaves nothing in the store."""
 
     def body(group: ProcessGroup) -> int:
         model = make_model()

@@ -25,14 +25,10 @@ from gossamer.gossip import ExchangeError, Gossip, GradScaler, decentralize
 from gossamer.topology import Schedule, parse
 from tests.pool import ProcessPool
 from tests.ranks import run_ranks
-from tests.reference import ORDERS, loss_of, make_model, mix_, vector_of
+from tests.reference import ORDERS, loss_of, make_model, mix_, sgd, vector_of
 
 Update = Callable[[int, nn.Module, Any, int], None]
 """What one worker does in a step: of the worker, its model, its optimizer and the step."""
-
-
-def sgd(model: nn.Module) -> SGD:
-    return SGD(model.parameters(), lr=0.05, momentum=0.9)
 
 
 def gradients(model: nn.Module, worker: int, step: int) -> None:

@@ -1,3 +1,5 @@
+"""Optimizers against their published updates, written out step by step."""
+
 from __future__ import annotations
 
 import copy
@@ -9,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.errors import UserError
-from gossamer.optim import AccumAdam, AccumAdamW
+from gossamer.optim import AccumAdam, AccumAdamW, DiLoCo
 
 
 def parameters(num: int = 3) -> list[nn.Parameter]:
@@ -174,6 +176,11 @@ def test_a_run_of_adamw_can_be_continued() -> None:
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
     ours.param_groups[0]["window"] = 4
     run(ours, ours_params, range(9, 14))
+    run(adamw, params, range(9, 14))
+    for a, b in zip(params, ours_params, strict=True):
+        assert ours.state[b]["step"] == 14
+        assert "window_mean" in ours.state[b]
+        assert not torch.allclose(a, b)
 
 
 def test_memory_is_adams_for_a_window_of_one() -> None:
@@ -193,3 +200,52 @@ def test_gradients_that_it_cannot_take_are_refused(kind: str) -> None:
     parameter.grad = gradient.to_sparse() if kind == "sparse" else gradient
     with pytest.raises(UserError, match=f"dense real gradients, got a {kind} one"):
         AccumAdam([parameter]).step()
+
+
+@torch.no_grad()
+def train_alone(params: list[nn.Parameter], outer: DiLoCo, steps: range) -> None:
+    for step in steps:
+        for parameter in params:
+            parameter.sub_(gradient(parameter, step), alpha=0.1)
+        outer.step()
+
+
+def test_the_outer_step_is_the_papers() -> None:
+    """Δ = x₀ − x̄; m ← μ·m + Δ; x₀ ← x₀ − lr·(Δ + μ·m): after each H-th step, and no other."""
+    lr, momentum, every = 0.7, 0.9, 3
+    params = parameters(1)
+    outer = DiLoCo(params, every, lr, momentum)
+    x = start = params[0].detach().clone()
+    m = torch.zeros_like(x)
+    for step in range(1, 10):
+        x = x - 0.1 * gradient(x, step)
+        if step % every == 0:
+            delta = start - x
+            m = momentum * m + delta
+            x = start = start - lr * (delta + momentum * m)
+        train_alone(params, outer, range(step, step + 1))
+        torch.testing.assert_close(params[0].detach(), x, rtol=1e-12, atol=1e-13)
+
+
+def test_an_outer_rate_of_one_without_momentum_changes_nothing() -> None:
+    """It is local SGD: workers go on from the average."""
+    ours, plain = parameters(), parameters()
+    train_alone(ours, DiLoCo(ours, 2, lr=1.0, momentum=0.0), range(7))
+    train_alone(plain, DiLoCo(plain, 100), range(7))
+    for a, b in zip(ours, plain, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+def test_a_checkpoint_between_two_outer_steps_continues_exactly() -> None:
+    """state_dict holds the start, the momentum and the count: the run goes on bit for bit."""
+    whole = parameters()
+    train_alone(whole, DiLoCo(whole, 3), range(10))
+
+    first = parameters()
+    outer = DiLoCo(first, 3)
+    train_alone(first, outer, range(5))
+    second = [nn.Parameter(p.detach().clone()) for p in first]
+    resumed = DiLoCo(second, 3)
+    resumed.load_state_dict(copy.deepcopy(outer.state_dict()))
+    train_alone(second, resumed, range(5, 10))
+    assert all(torch.equal(a, b) for a, b in zip(whole, second, strict=True))

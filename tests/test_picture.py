@@ -90,12 +90,12 @@ def test_arrows_point_from_sender_to_receiver() -> None:
 
 
 def test_a_thumbnail_is_small_and_has_every_edge() -> None:
-    """Fifteen links between six workers; of a thousand workers' graph at most so many as asked."""
+    """Fifteen links between six workers; of a thousand workers' graph 400 stand for all."""
     small = picture.thumbnail(static(complete(6)), "#123456")
     assert small.count("Q") == 15
     assert 'stroke="#123456"' in small
-    large = picture.thumbnail(static(complete(1008)), "#123456", most_edges=400)
-    assert large.count("Q") <= 400
+    large = picture.thumbnail(static(complete(1008)), "#123456")
+    assert 300 < large.count("Q") <= 400
     assert len(large) < 40_000
 
 

@@ -53,8 +53,7 @@ class Row:
 def rows(samples: Sequence[Sample], rate: str, rate_bits_s: int) -> list[Row]:
     """Return one row per method, in the order in which they first appear."""
     methods = list(dict.fromkeys(str(sample["method"]) for sample in samples))
-    local_ms = next((_times(samples, method) for method in methods if method == LOCAL), [])
-    compute_ms = statistics.median(local_ms) if local_ms else 0.0
+    compute_ms = statistics.median(_times(samples, LOCAL) or [0.0])
     return [_row(samples, method, rate, rate_bits_s, compute_ms) for method in methods]
 
 

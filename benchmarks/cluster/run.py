@@ -87,11 +87,7 @@ def environment() -> dict[str, Any]:
 def _processors() -> str:
     models = [
         line.partition(":")[2].strip()
-        for line in _read("/proc/cpuinfo").split("\n")
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
         if line.startswith("model name")
     ]
     return f"{len(models)} x {models[0] if models else 'unknown'}"
-
-
-def _read(path: str) -> str:
-    return Path(path).read_text().strip()

@@ -8,6 +8,7 @@ is, and as examples/ddp.py. One JSON line per rate.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import runpy
@@ -102,7 +103,7 @@ def _run_script(script: Path) -> None:
     stamps: list[float] = []
     register_optimizer_step_post_hook(lambda *_: stamps.append(time.perf_counter()))
     runpy.run_path(str(script), run_name="__main__")
-    intervals = [b - a for a, b in zip(stamps[_WARMUP:], stamps[_WARMUP + 1 :], strict=False)]
+    intervals = [b - a for a, b in itertools.pairwise(stamps[_WARMUP:])]
     print(f"{_RESULT}{1e3 * statistics.median(intervals)}", flush=True)
     os._exit(0)
 

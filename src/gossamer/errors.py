@@ -23,5 +23,19 @@ def nearest(name: str, known: Iterable[str]) -> str:
     "did you mean 'ring'?"
     """
     names = list(known)
-    match = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"did you mean {match[0]!r}?" if match else f"choose from {', '.join(names)}"
+    return _question(name, names) or f"choose from {', '.join(names)}"
+
+
+def nearest_in_brackets(name: str, known: Iterable[str]) -> str:
+    """Return a hint that stands within a sentence; nothing where no name is near.
+
+    >>> nearest_in_brackets("rign", ["ring", "torus"])
+    " (did you mean 'ring'?)"
+    """
+    question = _question(name, known)
+    return f" ({question})" if question else ""
+
+
+def _question(name: str, known: Iterable[str]) -> str:
+    match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"did you mean {match[0]!r}?" if match else ""

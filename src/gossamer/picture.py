@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 _MAX_EDGES_DRAWN = 3000
+_MAX_EDGES_IN_THUMBNAIL = 400
 _MAX_MATRIX_SIDE = 200
+_GALLERY_COLUMNS = 6
+_POINTS_PER_CURVE = 9
 
 # Okabe and Ito's palette: distinguishable with every common form of colour blindness.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
@@ -69,11 +72,12 @@ def draw(schedule: Schedule, num_rounds: int = 4) -> Figure:
     )
 
 
-def gallery(schedules: Sequence[Schedule], steps: int = 16, columns: int = 6) -> Figure:
+def gallery(schedules: Sequence[Schedule], steps: int = 16) -> Figure:
     """Return a figure that compares schedules: consensus error by round and by cost, then graphs.
 
     All schedules must be on the same number of workers.
     """
+    columns = _GALLERY_COLUMNS
     graph_rows = math.ceil(len(schedules) / columns)
     left, right = columns // 2, columns - columns // 2
     race: list[dict[str, Any] | None] = [{"colspan": left}, *[None] * (left - 1)]
@@ -126,7 +130,7 @@ def save(figure: Figure, path: Path) -> None:
     write_whole(path, lambda aside: aside.write_bytes(data))
 
 
-def thumbnail(schedule: Schedule, color: str, step: int = 0, most_edges: int = 400) -> str:
+def thumbnail(schedule: Schedule, color: str, step: int = 0) -> str:
     """Return the graph of a step as a small SVG, to stand in a page.
 
     Workers have the colour of the text around. Of a schedule that repeats itself, the first rounds
@@ -136,7 +140,6 @@ def thumbnail(schedule: Schedule, color: str, step: int = 0, most_edges: int = 4
         schedule: whose graph it is.
         color: of the edges.
         step: which round is drawn where rounds do not repeat.
-        most_edges: if there are more, some of them are drawn.
     """
     rounds = [schedule.round(step)]
     if schedule.period is not None:
@@ -144,7 +147,7 @@ def thumbnail(schedule: Schedule, color: str, step: int = 0, most_edges: int = 4
     points = 100 * _circle(schedule.num_workers)
     paths: list[str] = []
     for round, dash in zip(rounds, _THUMBNAIL_DASHES, strict=False):
-        receivers, senders, _ = _edges_to_draw(round, most_edges // len(rounds))
+        receivers, senders, _ = _edges_to_draw(round, _MAX_EDGES_IN_THUMBNAIL // len(rounds))
         starts, ends = points[senders], points[receivers]
         curves = np.hstack([starts, _bends(starts, ends, radius=100), ends]).round().astype(int)
         path = "".join(f"M{a} {b}Q{c} {d} {e} {f}" for a, b, c, d, e, f in curves.tolist())
@@ -241,7 +244,7 @@ def _add_graph(
 def _add_edges(
     figure: Figure, round: Round, points: FloatArray, color: str, at: dict[str, Any]
 ) -> None:
-    receivers, senders, share = _edges_to_draw(round)
+    receivers, senders, share = _edges_to_draw(round, _MAX_EDGES_DRAWN)
     curves = _curves(points[senders], points[receivers])
     figure.add_scatter(
         x=curves[..., 0].ravel(),
@@ -265,21 +268,20 @@ def _circle(num_workers: int) -> FloatArray:
     return np.column_stack([np.cos(angles), np.sin(angles)])
 
 
-def _edges_to_draw(round: Round, most: int = _MAX_EDGES_DRAWN) -> tuple[IntArray, IntArray, float]:
-    """Return receivers and senders, each link once where it goes both ways, thinned if many."""
+def _edges_to_draw(round: Round, most: int) -> tuple[IntArray, IntArray, float]:
+    """Return receivers and senders, each link once where it goes both ways, and the share drawn."""
     matrix = round.matrix().tocoo()
     receivers, senders = (index.astype(np.int64) for index in matrix.coords)
     keep = receivers < senders if round.symmetric else receivers != senders
     receivers, senders = receivers[keep], senders[keep]
-    step = math.ceil(len(receivers) / most) or 1
-    chosen = slice(None, None, step)
-    share = len(receivers[chosen]) / max(len(receivers), 1)
-    return receivers[chosen], senders[chosen], share if len(receivers) else 1.0
+    chosen = slice(None, None, math.ceil(len(receivers) / most) or 1)
+    share = len(receivers[chosen]) / len(receivers) if len(receivers) else 1.0
+    return receivers[chosen], senders[chosen], share
 
 
-def _curves(starts: FloatArray, ends: FloatArray, num_points: int = 9) -> FloatArray:
+def _curves(starts: FloatArray, ends: FloatArray) -> FloatArray:
     """Return [edges, points + 1, 2]: curves towards the middle, the longer the more; then a gap."""
-    t = np.linspace(0, 1, num_points)[None, :, None]
+    t = np.linspace(0, 1, _POINTS_PER_CURVE)[None, :, None]
     bend = _bends(starts, ends)[:, None, :]
     curves = (1 - t) ** 2 * starts[:, None] + 2 * t * (1 - t) * bend + t**2 * ends[:, None]
     gap = np.full((len(starts), 1, 2), np.nan)

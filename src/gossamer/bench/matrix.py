@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from gossamer import workloads
-from gossamer.bench.experiment import Block, Experiment
+from gossamer.bench.experiment import Block, Budget, Experiment
 from gossamer.bench.methods import fields_of
-from gossamer.bench.modelled import steps_within
+from gossamer.bench.modelled import ModelledTime
 from gossamer.bench.strict import validated
 from gossamer.engine import RunSpec
 from gossamer.errors import ImpossibleError, UserError, nearest
-from gossamer.runtime_model.profile import read_profile
 
 
 class Skipped(NamedTuple):
@@ -36,12 +35,13 @@ def expand(experiment: Experiment) -> Matrix:
     excluded = _Excluded(experiment.exclude)
     runs: dict[str, RunSpec] = {}
     skipped: list[Skipped] = []
-    points = ((block, fields) for block in experiment.blocks for fields in _points(block))
-    for block, fields in points:
+    limits = ((block, _limiter(block.budget)) for block in experiment.blocks)
+    points = ((fields, limited) for block, limited in limits for fields in _points(block))
+    for fields, limited in points:
         if excluded.covers(fields):
             continue
         try:
-            spec = _within_modelled_time(validated(RunSpec, fields, _described(fields)), block)
+            spec = limited(validated(RunSpec, fields, _described(fields)))
         except ImpossibleError as error:
             if not experiment.skip_impossible:
                 raise UserError(
@@ -132,13 +132,18 @@ def _budget(block: Block) -> dict[str, float]:
     return {name: limit for name, limit in limits.items() if limit is not None}
 
 
-def _within_modelled_time(spec: RunSpec, block: Block) -> RunSpec:
-    budget = block.budget
+def _limiter(budget: Budget) -> Callable[[RunSpec], RunSpec]:
+    """Return what limits a run's steps to those that fit into the budget's modelled time."""
     if budget.modelled_s is None or budget.profile is None:
-        return spec
-    steps = steps_within(budget.modelled_s, spec, read_profile(Path(budget.profile)))
-    limit = min(steps, spec.max_steps or steps)
-    return RunSpec.model_validate({**spec.model_dump(), "max_steps": limit})
+        return lambda spec: spec
+    modelled = ModelledTime(budget.modelled_s, Path(budget.profile))
+
+    def limited(spec: RunSpec) -> RunSpec:
+        steps = modelled.steps_of(spec)
+        limit = min(steps, spec.max_steps or steps)
+        return RunSpec.model_validate({**spec.model_dump(), "max_steps": limit})
+
+    return limited
 
 
 def _check_fields(block: Block) -> None:

@@ -21,8 +21,8 @@ from gossamer.bench.experiment import Experiment
 from gossamer.bench.matrix import expand
 from gossamer.bench.store import Store, StoreError
 from gossamer.engine import RunSpec
-from gossamer.engine.loop import environment
-from gossamer.records import Ended, Started
+from gossamer.engine.environment import environment
+from gossamer.records import Ended, Started, Status
 from gossamer.simulate.memory import free_bytes
 
 _POLL_S = 0.2
@@ -168,10 +168,10 @@ class _Pool:
             self._stop(job)
             self._listener.ended(job.spec, news.ended, news.metric)
 
-    def _conclude(self, job: _Job, status: str, reason: str) -> None:
+    def _conclude(self, job: _Job, status: Status, reason: str) -> None:
         """Write the end of a run that could not."""
         spec = job.spec
-        ended = Ended.model_validate({"status": status, "reason": reason})
+        ended = Ended(status=status, reason=reason)
         started = Started(run_id=spec.id, spec=spec.model_dump(), environment=environment())
         self._store.conclude(started, job.process.pid or 0, ended)
         # It may have come to its own end in the last moment.

@@ -16,13 +16,17 @@ import fcntl
 import os
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import NamedTuple, final
+from typing import NamedTuple, TypeAlias, final
 
 from gossamer.errors import UserError
 from gossamer.records import Ended, Record, Started, from_line, to_line
 
 _TAIL = 8192
 """Bytes at the end of a file in which its last line lies, or it is read whole."""
+
+
+Stamps: TypeAlias = tuple[tuple[str, int, int], ...]
+"""Of one run's files: name, time of the last change, size."""
 
 
 class StoreError(UserError):
@@ -92,8 +96,19 @@ class Store:
 
     def run_ids(self) -> list[str]:
         """Return the runs that have a file, whole or in part."""
-        paths = [*self._runs.glob("*.jsonl"), *self._runs.glob("*.part")]
-        return sorted({path.name.split(".")[0] for path in paths})
+        return list(self.stamps())
+
+    def stamps(self) -> dict[str, Stamps]:
+        """Return what tells whether anything has changed: by run, its files, times and sizes."""
+        found: dict[str, list[tuple[str, int, int]]] = {}
+        for path in sorted([*self._runs.glob("*.jsonl"), *self._runs.glob("*.part")]):
+            try:
+                status = path.stat()
+            except FileNotFoundError:  # renamed meanwhile
+                continue
+            stamp = (path.name, status.st_mtime_ns, status.st_size)
+            found.setdefault(path.name.split(".")[0], []).append(stamp)
+        return {run_id: tuple(stamps) for run_id, stamps in found.items()}
 
     # - One run
 

@@ -157,7 +157,7 @@ def demo_command(
     from gossamer.bench import Store
     from gossamer.bench.experiment import parse
 
-    check_installed()  # not after two minutes
+    check_installed()  # now, and not when all has been trained
     text = resources.files("gossamer.bench").joinpath("demo.toml").read_text()
     experiment, store = parse(text, "demo.toml"), Store(out)
     _run(experiment, store, jobs=jobs)

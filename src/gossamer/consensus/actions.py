@@ -35,9 +35,9 @@ the rounding of parameters in single precision, which mixing cannot remove."""
 class Repeat:
     """Repeat gossip until the distance is under the target (atc).
 
-    Step t mixes with the rounds t, t + 1, … of the schedule, so repeating helps where rounds are
-    matchings too. q is at least 1 and at most ``q_max``; rounds that would no longer bring workers
-    closer are left out.
+    x ← W_{t+q−1} … W_t x at step t, with the least q that comes under it. As these are the rounds
+    t, t + 1, … of the schedule, repeating helps where rounds are matchings too. q is at least 1 and
+    at most ``q_max``; rounds that would no longer bring workers closer are left out.
 
     Args:
         target: how far apart workers may be.
@@ -56,7 +56,7 @@ class Repeat:
 
     def bind(self, schedule: Schedule, order: str) -> Controller:
         """Refuses awc, which mixes once per step."""
-        if checked_order(order) == "awc":
+        if order == "awc":
             raise UserError(
                 "repeat mixes several times per step, got order 'awc', whose one exchange runs "
                 "while the gradient is computed; use ada_consensus, which chooses whom to mix "
@@ -115,7 +115,6 @@ class AdaConsensus:
 
     def bind(self, schedule: Schedule, order: str) -> Controller:
         """Acts under both orders."""
-        checked_order(order)
         k_max = self.k_max or schedule.num_workers - 1
         denser = _denser_than(schedule, _COSTS[self.by], k_max)
         choose = partial(_thicken, schedule, denser)
@@ -149,7 +148,6 @@ class Gamma:
 
     def bind(self, schedule: Schedule, order: str) -> Controller:
         """Acts under both orders."""
-        checked_order(order)
         return Controller(Plain(), partial(_damp, schedule, self), schedule)
 
 
@@ -253,13 +251,6 @@ def _degree(round: Round) -> float:
 
 
 _COSTS: dict[str, Callable[[Round], float]] = {"bytes": _copies_sent, "degree": _degree}
-
-
-def checked_order(order: str) -> str:
-    """Return the order, after a check that it is one."""
-    if order not in ("atc", "awc"):
-        raise UserError(f"a control acts under order 'atc' or 'awc', got {order!r}; use one")
-    return order
 
 
 def _check_target(what: str, target: object) -> None:

@@ -11,7 +11,6 @@ parameters.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,7 +32,7 @@ from gossamer.consensus.targets import (
     observed,
 )
 from gossamer.topology import Round, Schedule, complete
-from gossamer.topology.round import FloatArray
+from gossamer.topology.round import FloatArray, digest_of
 from gossamer.topology.spectrum import mixing_rate
 
 _SHORTEST_CALIBRATION, _LONGEST_CALIBRATION = 20, 200
@@ -56,8 +55,7 @@ class Decision:
     @property
     def digest(self) -> str:
         """A short hash of the rounds, for ranks to compare."""
-        parts = "".join(round.digest for round in self.rounds)
-        return hashlib.blake2b(parts.encode(), digest_size=16).hexdigest()
+        return digest_of(self.rounds)
 
 
 class Choice(NamedTuple):
@@ -92,13 +90,14 @@ class Controller:
     choose: Choose
     schedule: Schedule
     interval: int = 1
+    _phases: Phases = field(init=False, repr=False)
     _calibration: int = field(init=False)
 
     def __post_init__(self) -> None:
-        parts = self.target.targets if isinstance(self.target, Phases) else (self.target,)
-        calibrates = any(isinstance(part, Constant) for part in parts)
-        steps = _calibration(self.schedule) if calibrates else 0
-        object.__setattr__(self, "_calibration", steps)
+        phases = self.target if isinstance(self.target, Phases) else Phases((self.target,))
+        calibrates = any(isinstance(target, Constant) for target in phases.targets)
+        object.__setattr__(self, "_phases", phases)
+        object.__setattr__(self, "_calibration", _calibration(self.schedule) if calibrates else 0)
 
     @property
     def start(self) -> State:
@@ -117,11 +116,9 @@ class Controller:
         """Return how to mix at this step, and what to remember."""
         if seen.sketches is not None and not np.isfinite(seen.sketches).all():
             seen = replace(seen, sketches=None)  # they overflowed, and tell nothing
-        at = self.target.at if isinstance(self.target, Phases) else ()
-        state = observed(state, seen, at, self._calibration)
+        state = observed(state, seen, self._phases.at, self._calibration)
         target = self.target.value(seen, state)
-        part = self.target.current(state) if isinstance(self.target, Phases) else self.target
-        if isinstance(part, Exact):
+        if isinstance(self._phases.current(state), Exact):
             # Only this one is beyond the limits of an action; a target that came out as 0 is not.
             choice = measured((self._exact,), state.held, seen)
         else:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable
 from typing import Any
 
 from gossamer import calls
 from gossamer.calls import Call, Name
-from gossamer.consensus.actions import AdaConsensus, Gamma, Repeat, checked_order
+from gossamer.consensus.actions import AdaConsensus, Gamma, Repeat
 from gossamer.consensus.control import Control, Controller
 from gossamer.consensus.targets import (
     Adaptive,
@@ -20,7 +19,7 @@ from gossamer.consensus.targets import (
     Plain,
     Target,
 )
-from gossamer.errors import UserError
+from gossamer.errors import UserError, nearest_in_brackets
 from gossamer.topology import Schedule
 
 
@@ -72,7 +71,13 @@ def parse_control(text: str) -> Control | Target:
     return _build(call)
 
 
-_ACTIONS: dict[str, Callable[[Target], Control]] = {"atc": Repeat, "awc": AdaConsensus}
+_ACTIONS: dict[str, Callable[[Target], Control]] = {"awc": AdaConsensus, "atc": Repeat}
+
+
+def check_order(order: str) -> None:
+    """Refuse what is not an order."""
+    if order not in _ACTIONS:
+        raise UserError(f"order must be one of {', '.join(_ACTIONS)}, got {order!r}")
 
 
 def bind(control: Control | Target, schedule: Schedule, order: str) -> Controller:
@@ -80,17 +85,16 @@ def bind(control: Control | Target, schedule: Schedule, order: str) -> Controlle
 
     A target by itself acts by ``Repeat`` under atc and by ``AdaConsensus`` under awc.
     """
-    if isinstance(control, Control):
-        return control.bind(schedule, order)
-    return _ACTIONS[checked_order(order)](control).bind(schedule, order)
+    check_order(order)
+    acting = control if isinstance(control, Control) else _ACTIONS[order](control)
+    return acting.bind(schedule, order)
 
 
 def _build(call: Call) -> Control | Target:
     build = CONTROLS.get(call.name)
     if build is None:
-        match = difflib.get_close_matches(call.name, CONTROLS, n=1, cutoff=0.5)
         raise UserError(
-            f"unknown control {call.name!r}{f' (did you mean {match[0]!r}?)' if match else ''}; "
+            f"unknown control {call.name!r}{nearest_in_brackets(call.name, CONTROLS)}; "
             f"choose from {', '.join(CONTROLS)}"
         )
     positional = [_value(value) for value in call.positional]

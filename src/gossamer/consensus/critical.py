@@ -53,7 +53,11 @@ def critical_distance(
 @final
 @dataclass(frozen=True, slots=True)
 class Smoothed:
-    """An exponential average, and how well it is known."""
+    """An exponential average, and how well it is known.
+
+    With each value v, weight ← d·weight + (1 − d) and total ← d·total + (1 − d)·v; the mean is
+    their ratio, so that the start, which is zero, does not count.
+    """
 
     decay: float = 0.9
     """Weight that a new value leaves to what was there: 0.9 looks back about 10 values."""

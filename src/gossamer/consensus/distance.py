@@ -80,11 +80,11 @@ def bounds(theta: float, round: Round) -> Bounds:
 class Sketch:
     """A seeded random map from all parameters of a worker to a few floats that keeps lengths.
 
-    Element e of the concatenated tensors is added to float e mod m of the sketch with a random
-    sign, so E‖Sx‖² = ‖x‖² exactly, whatever x. Signs come from one small table of hashed bits: each
-    block of elements reads it from an offset and with a sign of its own, hashed from the seed and
-    the number of the block. Nothing as long as the parameters is stored, and how parameters are cut
-    into tensors changes no bit of the result.
+    (Sx)_k = Σ s_e x_e over the elements e ≡ k (mod m) of the concatenated tensors, with a random
+    sign s_e each, so E‖Sx‖² = ‖x‖² exactly, whatever x. Signs come from one small table of hashed
+    bits: each block of elements reads it from an offset and with a sign of its own, hashed from the
+    seed and the number of the block. Nothing as long as the parameters is stored, and how
+    parameters are cut into tensors changes no bit of the result.
 
     Args:
         size: floats in a sketch, m. A prime, as the default is, shares no factor with the width of
@@ -168,7 +168,7 @@ class Sketch:
 
 
 def sketch_distance(sketches_nm: FloatArray) -> float:
-    """Return the estimate of Ξ from the sketches of all workers.
+    """Return √((1/n) Σ_i ‖Sx_i − Sx̄‖²), the estimate of Ξ from the sketches of all workers.
 
     Each is compared with the mean sketch: the difference of mean squares, mean‖Sx‖² − ‖Sx̄‖², would
     cancel to nothing where workers are close.

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from gossamer.consensus.control import Control, Controller, Decision
-from gossamer.consensus.controls import bind, parse_control
+from gossamer.consensus.controls import bind, check_order, parse_control
 from gossamer.consensus.targets import Observation, Plain, State, Target
 from gossamer.errors import UserError
 from gossamer.topology import Round, Schedule
@@ -108,8 +108,7 @@ def planner(
         order: ``"awc"`` or ``"atc"``.
         gossip_steps: how often plain gossip mixes per step; more than once under atc only.
     """
-    if order not in ("awc", "atc"):
-        raise UserError(f"order must be one of awc, atc, got {order!r}")
+    check_order(order)
     if gossip_steps < 1:
         raise UserError(
             f"gossip_steps must be at least 1, got {gossip_steps}; leave it out to mix once"

@@ -327,8 +327,8 @@ def calibrated(state: State, seen: Observation, distance: float) -> State:
         seen: the observation.
         distance: Ξ after this step's one round of the schedule.
     """
-    ends = seen.step < state.calibrates_from or state.plain_distance(seen.step) is not None
-    if ends or math.isnan(distance) or seen.lr == 0:
+    calibrates = seen.step >= state.calibrates_from and state.plain_distance(seen.step) is None
+    if not calibrates or math.isnan(distance) or seen.lr == 0:
         return state
     total = state.plain_total + (distance / seen.lr) ** 2
     return replace(state, plain_total=total, plain_count=state.plain_count + 1)

@@ -7,7 +7,6 @@ gossamer.engine.distributed`` is what each of them executes.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
@@ -124,10 +123,8 @@ class _AllReduce:
     def __init__(self, model: nn.Module) -> None:
         self.module: nn.Module = DistributedDataParallel(model)
         self.mixing = None
-        size, num_bytes = (
-            dist.get_world_size(),
-            sum(p.nbytes for p in model.parameters() if p.requires_grad),
-        )
+        size = dist.get_world_size()
+        num_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
         self._bytes_per_step = 2 * (size - 1) / size * num_bytes
 
     def averaged(self) -> AbstractContextManager[None]:
@@ -255,7 +252,7 @@ def _main(specification: str, path: str) -> None:
     end_with_parent(signal.SIGKILL)
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    spec = RunSpec(**json.loads(specification))
+    spec = RunSpec.model_validate_json(specification)
     with open(path if dist.get_rank() == 0 else os.devnull, "a", buffering=1) as lines:
         for record in train_rank(spec):
             lines.write(to_line(record) + "\n")

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import math
-import os
-import platform
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
-from importlib import metadata
-from pathlib import Path
+from functools import partial
 from typing import Any, Protocol, final
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from gossamer.consensus import Decision, dispersion, sketch_distance, theta
+from gossamer.engine.environment import environment
 from gossamer.engine.spec import RunSpec
 from gossamer.records import Ended, Evaluation, Record, Spread, Started, Step
 from gossamer.topology import Schedule
@@ -126,6 +121,7 @@ class _Clock:
         self._spec = spec
         self._trainer = trainer
         self._own_s = 0.0
+        self._looked_at = 0
         self.step = 0
         self.lr = spec.lr_at(0)
         """The learning rate of the next step."""
@@ -149,6 +145,9 @@ class _Clock:
 
     def look(self) -> None:
         """Learn what all processes have spent; a collective call, so that all end together."""
+        if self._looked_at == self.step:  # a budget, a record and an evaluation may all ask
+            return
+        self._looked_at = self.step
         self.bytes_sent = self._trainer.bytes_sent()
         self.train_s = self._trainer.slowest(self._own_s)
 
@@ -214,32 +213,6 @@ def _differences(spec: RunSpec, clock: _Clock, trainer: Trainer, mixing: Mixing)
         "degree": max((round.degree for round in rounds), default=0),
         "target": decision.target if decision is not None else None,
     }
-
-
-@cache
-def environment() -> dict[str, str]:
-    """Return what a result depends on besides its specification."""
-    return {
-        "gossamer": metadata.version("gossamer"),
-        "commit": _commit(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "system": platform.system(),
-        "cores": str(os.cpu_count()),
-        "threads": str(torch.get_num_threads()),
-    }
-
-
-def _commit() -> str:
-    """Return the commit of the code that runs, where it runs from a checkout."""
-    describe = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-    try:
-        return subprocess.run(
-            describe, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=10
-        ).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
 
 
 def _spread(num_workers: int, most: int) -> list[int]:

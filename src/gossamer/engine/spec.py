@@ -64,7 +64,6 @@ LR_SCALINGS: dict[str, Callable[[float], float]] = {
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
-
 _FROM_RECIPE: Any = Field(default=None)  # never None once made: see RunSpec._take_recipe
 
 
@@ -211,7 +210,7 @@ class RunSpec(BaseModel):
     @property
     def schedule(self) -> Schedule:
         """The rounds of a decentralized run."""
-        return _schedule(self.topology, self.workers, self.steps_per_epoch)
+        return make_schedule(self.topology, self.workers, self.steps_per_epoch)
 
     @property
     def local_steps(self) -> int | None:
@@ -273,8 +272,9 @@ def trained_names(model: torch.nn.Module) -> list[str]:
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
-@lru_cache(maxsize=64)
-def _schedule(text: str, workers: int, steps_per_epoch: int) -> Schedule:
+@lru_cache(maxsize=256)
+def make_schedule(text: str, workers: int, steps_per_epoch: int) -> Schedule:
+    """Return the rounds that a run's topology names; kept, because a run asks at every step."""
     return topology.parse(text, workers, steps_per_epoch=steps_per_epoch)
 
 

@@ -1,4 +1,4 @@
-"""What ranks tell each other through the store: that they agree, where they are, why they stopped.
+"""What ranks tell each other through the store: where they are, and why they stopped.
 
 The store is the side channel: it works before anything has been sent, and after a connection is
 lost. Nothing here costs anything while training goes well.
@@ -23,12 +23,10 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar, final
+from typing import NamedTuple, TypeVar, final
 
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore
-
-from gossamer.errors import UserError
 
 _log = logging.getLogger(__name__)
 
@@ -40,8 +38,6 @@ _BLOCKED_S = 1.0
 
 _WARN_S = 10.0
 """After how long a blocked rank logs a warning."""
-
-_MOST_DIFFERENCES = 3
 
 Answer = TypeVar("Answer")
 
@@ -113,7 +109,7 @@ class Bulletin:
         # - Where this rank is
         self._place = Notice(rank=self.rank, step=0, what="")
         self._awaited: tuple[str, tuple[int, ...]] = ("", ())
-        self._timed_out_at = 0.0
+        self._times_out_at = 0.0
         self._blocked_since: float | None = None
         # - Once something went wrong
         self._search_s = min(_SEARCH_S, timeout.total_seconds() / 2)
@@ -122,79 +118,6 @@ class Bulletin:
         self._searches: list[threading.Thread] = []
         self._ended = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="gossamer-watch", daemon=True)
-
-    # - Start
-
-    def agree(self, facts: dict[str, str]) -> None:
-        """Raise, on all ranks, where these are not the same on all ranks.
-
-        Rank 0 shows its facts, the others say where theirs differ, rank 0 collects that: each rank
-        reads one text and writes one, however many there are.
-        """
-        if self.rank == 0:
-            self.store.set("facts", json.dumps(facts))
-            self._conclude(self._collect_differences())
-        else:
-            shown = self._read("facts", "rank 0 to call decentralize()")
-            self.store.set(f"differs/{self.rank}", json.dumps(_differences(facts, shown)))
-        self._raise_conclusion()
-        self._watcher.start()
-
-    def decline(self, error: Exception) -> None:
-        """Tell the others that this rank cannot start, so that they do not wait for it."""
-        reason = f"rank {self.rank} could not start: {error}"
-        if self.rank == 0:
-            self.store.set("facts", json.dumps({}))
-            self._conclude([reason])
-        else:
-            self.store.set(f"differs/{self.rank}", json.dumps({"": [reason, ""]}))
-
-    def _collect_differences(self) -> list[str]:
-        """Return what is not the same, in words; a rank that does not answer is a difference."""
-        ranks_by_difference: dict[tuple[str, str, str], list[int]] = {}
-        reasons: list[str] = []
-        deadline = time.monotonic() + self.timeout.total_seconds()
-        for rank in range(1, self.size):
-            left = timedelta(seconds=max(deadline - time.monotonic(), 0.01))
-            try:
-                differences = self._read(f"differs/{rank}", "", left)
-            except ExchangeError:
-                reasons.append(f"rank {rank} did not call decentralize() within {self.timeout}")
-                continue
-            for field, (theirs, ours) in differences.items():
-                if field:
-                    ranks_by_difference.setdefault((field, theirs, ours), []).append(rank)
-                else:
-                    reasons.append(theirs)
-        for (field, theirs, ours), ranks in ranks_by_difference.items():
-            reasons.append(f"{field} is {ours} on rank 0 and {theirs} on {name_ranks(ranks)}")
-        return reasons
-
-    def _conclude(self, reasons: list[str]) -> None:
-        self.store.set("conclusion", json.dumps(reasons))
-
-    def _raise_conclusion(self) -> None:
-        # Rank 0 waits as long for the others as they for it, and then has yet to say so.
-        patience = 2 * self.timeout + timedelta(seconds=_SEARCH_S)
-        reasons = self._read("conclusion", "rank 0 to compare all ranks", patience)
-        if reasons:
-            shown = reasons[:_MOST_DIFFERENCES]
-            more = len(reasons) - len(shown)
-            raise UserError(
-                "all ranks must call decentralize() with the same model and arguments, but "
-                + "; ".join(shown)
-                + (f"; and {more} more" if more else "")
-            )
-
-    def _read(self, key: str, what: str, timeout: timedelta | None = None) -> Any:
-        try:
-            self.store.wait([key], timeout or self.timeout)
-            return json.loads(self.store.get(key))
-        except RuntimeError as error:
-            raise ExchangeError(
-                f"rank {self.rank} waited for {what}, at most {timeout or self.timeout}, and "
-                f"failed: {error}; look for a rank that stopped, or allow a longer timeout"
-            ) from error
 
     # - Where this rank is
 
@@ -216,12 +139,12 @@ class Bulletin:
     def awaits(self, what: str, peers: tuple[int, ...]) -> None:
         """Note what is waited for next, on any thread, and who could end that wait."""
         self._awaited = what, peers
-        self._timed_out_at = time.monotonic() + self.timeout.total_seconds()
+        self._times_out_at = time.monotonic() + self.timeout.total_seconds()
 
     @property
     def seconds_left(self) -> float:
         """How long the wait that was noted last may still take."""
-        return self._timed_out_at - time.monotonic()
+        return self._times_out_at - time.monotonic()
 
     @contextlib.contextmanager
     def blocked(self) -> Generator[None]:
@@ -231,6 +154,10 @@ class Bulletin:
             yield
         finally:
             self._blocked_since = None
+
+    def watch(self) -> None:
+        """Begin to tell the others when this rank is blocked for long, from a thread."""
+        self._watcher.start()
 
     def _watch(self) -> None:
         limit = min(_BLOCKED_S, self._search_s / 4)
@@ -428,12 +355,6 @@ def _private_store(process_group: ProcessGroup) -> PrefixStore:
     store = process_group.get_group_store()
     serial = store.add(f"gossamer/opened/{process_group.rank()}", 1)
     return PrefixStore(f"gossamer/{serial}", store)
-
-
-def _differences(ours: dict[str, str], theirs: dict[str, str]) -> dict[str, tuple[str, str]]:
-    fields = {**theirs, **ours}
-    pairs = {field: (ours.get(field, "absent"), theirs.get(field, "absent")) for field in fields}
-    return {field: (a, b) for field, (a, b) in pairs.items() if a != b}
 
 
 def _describe(notice: Notice) -> str:

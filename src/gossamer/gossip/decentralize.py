@@ -15,7 +15,6 @@ taken at the unmixed parameters. All workers start equal, so awc's step 0 has no
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from datetime import timedelta
 from importlib import metadata
@@ -27,15 +26,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from gossamer.consensus import (
-    Control,
-    Target,
-    check_interval,
-    name_of,
-    planner,
-)
+from gossamer.consensus import Control, Target, check_interval, name_of, planner
 from gossamer.errors import UserError
 from gossamer.gossip import parameters
+from gossamer.gossip.agreement import agree, decline
 from gossamer.gossip.buckets import flatten_
 from gossamer.gossip.bulletin import Bulletin
 from gossamer.gossip.handle import Gossip, Tensors
@@ -45,6 +39,7 @@ from gossamer.gossip.orders import ORDERS
 from gossamer.gossip.transport import Transport
 from gossamer.statistics import policy_of, running_statistics
 from gossamer.topology import Round, Schedule, as_schedule
+from gossamer.topology.round import digest_of
 
 _MOST_ROUNDS_WITH_GROUPS = 64
 """Schedules with a longer period average in groups by messages: a process group costs sockets."""
@@ -125,9 +120,10 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
             **parameters.facts_about(model),
         }
     except Exception as error:
-        bulletin.decline(error)
+        decline(bulletin, error)
         raise
-    bulletin.agree(facts)
+    agree(bulletin, facts)
+    bulletin.watch()
 
     with bulletin.leaving_on_error(), torch.no_grad():
         period = schedule.period or 0
@@ -138,12 +134,13 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
         statistics = list(running_statistics(model).values())
         buckets = flatten_(trained, bucket_mb)
         changing = flatten_(statistics, bucket_mb) if policy.mixed else []
+    meter = RankMeter(trained, optimizers, transport)
     return Gossip(
         optimizers,
         schedule,
         ORDERS[order],
-        make_plan,
-        RankMeter(trained, optimizers, transport),
+        make_plan(meter),
+        meter,
         Mixer(buckets, transport, bulletin, changing, compares_rounds=compares_rounds),
         transport,
         bulletin,
@@ -181,8 +178,7 @@ def _to_group(process_group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
 def _digest_of(schedule: Schedule) -> str:
     """Return a short text that differs where rounds do, as far as all ranks compare them."""
     num_rounds = min(schedule.period or _ROUNDS_COMPARED, _MOST_ROUNDS_WITH_GROUPS)
-    digests = "".join(schedule.round(step).digest for step in range(num_rounds))
-    return hashlib.blake2b(digests.encode(), digest_size=4).hexdigest()
+    return digest_of(map(schedule.round, range(num_rounds)))[:8]
 
 
 def _check_positive(name: str, value: object, positive: bool) -> None:

@@ -19,12 +19,13 @@ from torch.profiler import record_function
 
 from gossamer.consensus import Decision, Plan, tensor_norms
 from gossamer.errors import UserError
-from gossamer.gossip import hooks, parameters
+from gossamer.gossip import hooks
 from gossamer.gossip.buckets import unflatten_
 from gossamer.gossip.bulletin import Bulletin, ExchangeError
 from gossamer.gossip.meter import RankMeter
 from gossamer.gossip.mixer import Mixer, State
 from gossamer.gossip.orders import Order
+from gossamer.gossip.parameters import Guard
 from gossamer.gossip.stats import Stats
 from gossamer.gossip.transport import Transport
 from gossamer.topology import Schedule
@@ -67,12 +68,12 @@ class Gossip:
         optimizers: Sequence[Optimizer],
         schedule: Schedule,
         order: Order,
-        make_plan: Callable[[RankMeter], Plan],
+        plan: Plan,
         meter: RankMeter,
         mixer: Mixer,
         transport: Transport,
         bulletin: Bulletin,
-        guard: parameters.Guard,
+        guard: Guard,
         tensors: Tensors,
         norms_every: int,
     ) -> None:
@@ -82,7 +83,7 @@ class Gossip:
         """Steps of training taken so far."""
         self._order = order
         self._meter = meter
-        self._plan = make_plan(meter)
+        self._plan = plan
         self._mixer = mixer
         self._transport = transport
         self._bulletin = bulletin
@@ -95,13 +96,12 @@ class Gossip:
         # - The step that is being taken
         self._optimizers = optimizers
         self._stepped: list[Optimizer] = []
-        self._mixed = False
+        self._begun = False
         # - What the user is inside of
         self._inside = ""
         self._restoring = False
         self._joining = False
         self._pid = os.getpid()
-        parameters.GOSSIPING.update(map(id, tensors.trained))
         # - Hooks
         untraced: Any = torch.compiler.disable  # where a user compiles the optimizer's step
         self._handles = [
@@ -278,7 +278,7 @@ class Gossip:
             )
 
     def _refuse_amid_optimizers(self, call: str) -> None:
-        if self._mixed:
+        if self._begun:
             raise UserError(
                 f"{call} must come between two steps of training, got it after the first of "
                 f"{len(self._optimizers)} optimizers; let all of them take their step first"
@@ -393,7 +393,7 @@ class Gossip:
         finally:
             tensors, self._tensors = self._tensors, Tensors()
             unflatten_(tensors.flattened)
-            parameters.GOSSIPING.difference_update(map(id, tensors.trained))
+            self._guard.release()
 
     def _leave(self) -> None:
         """At the end of a process: give peers what they wait for, and say why there is no more."""
@@ -436,34 +436,34 @@ class Gossip:
             )
         self._guard.check_trained()
         args, kwargs = hooks.evaluate_closure(args, kwargs)
-        if not self._mixed:
+        if not self._begun:
             self._check_unchanged()
             if self._joining:
                 self._count_training(training=True)
             self._order.before_step(self._mixer, self._plan, self.num_steps)
-            self._mixed = True
+            self._begun = True
         return args, kwargs
 
     def _after_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        if hooks.is_nested(optimizer):
-            return
-        self._stepped.append(optimizer)
-        if len(self._stepped) == len(self._optimizers):
-            self._finish_step()
+        if not hooks.is_nested(optimizer):
+            self._count_step(optimizer)
 
     def skip(self, optimizer: Optimizer) -> None:
         """Count an optimizer's step as taken, though all ranks agreed to skip it."""
         assert optimizer in self._optimizers, "an optimizer of another gossip"
+        self._count_step(optimizer)
+
+    def _count_step(self, optimizer: Optimizer) -> None:
         self._stepped.append(optimizer)
         if len(self._stepped) == len(self._optimizers):
-            if self._mixed:
+            if self._begun:  # else all were skipped
                 self._finish_step()
             self._stepped = []
 
     def _finish_step(self) -> None:
-        self._stepped, self._mixed = [], False
+        self._stepped, self._begun = [], False
         self._guard.renew()
         if self._norms_every and (self.num_steps + 1) % self._norms_every == 0:
             own = tensor_norms([tensor.unsqueeze(0) for tensor in self._tensors.trained])

@@ -1,10 +1,12 @@
 """Mixing buckets with neighbours: start a round, finish it; owns everything in flight.
 
-start                drain
-idle ----------> in flight ----------> drained        nothing on the wire, not yet mixed
-^                  |                    |
-+------------------+--------------------+           finish mixes, discard does not
-any of them ----------> broken                        a peer failed; every call raises that
+Its states:
+
+            start                drain
+    idle ----------> in flight ----------> drained    nothing on the wire, not yet mixed
+     ^                   |                    |
+     +-------------------+--------------------+       finish mixes, discard does not
+    any of them ----------> broken                    a peer failed; every call raises that
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from torch.optim import LBFGS, Optimizer
 from gossamer.errors import UserError
 from gossamer.gossip.buckets import is_dense
 
-GOSSIPING: set[int] = set()
+_GUARDED: set[int] = set()
 """The ids of parameters that a gossip mixes, and keeps alive until close(). Not an attribute of
 theirs, which would be pickled with them."""
 
@@ -102,7 +102,7 @@ def _is_a(thing: object, module: str, name: str) -> bool:
 
 
 def _check_parameter(name: str, parameter: Tensor, addresses: set[int]) -> None:
-    if id(parameter) in GOSSIPING:
+    if id(parameter) in _GUARDED:
         raise UserError(
             f"a parameter can gossip once, got {name}, which already does; close() the first gossip"
         )
@@ -160,7 +160,7 @@ class Guard:
     """Notices parameters that are no longer what is mixed, or no longer what is being sent.
 
     Sees a replaced parameter, replaced storage, and every change that autograd sees. A change
-    through ``.data`` has no trace.
+    through ``.data`` has no trace. Until it is released, no other gossip gets these parameters.
 
     Args:
         model: what owns the parameters.
@@ -185,6 +185,11 @@ class Guard:
         self._addresses = [p.data_ptr() for p in trained]
         self._versions: list[int] = []
         self.renew()
+        _GUARDED.update(map(id, trained))
+
+    def release(self) -> None:
+        """Let another gossip have the parameters."""
+        _GUARDED.difference_update(map(id, self._trained))
 
     def renew(self) -> None:
         """Take the parameters as they are now for what is being sent."""

@@ -36,12 +36,12 @@ class Stats:
 
     @property
     def exposed_per_step_s(self) -> float:
-        """Return how long a step waits for its exchange, on average."""
+        """How long a step waits for its exchange, on average."""
         return self.exposed_s / max(self.num_steps, 1)
 
     @property
     def overlap(self) -> float:
-        """Return the share of the time in flight in which this rank computed, from 0 to 1."""
+        """1 − exposed/in flight: the share of the time in flight in which this rank computed."""
         return 1 - self.exposed_s / self.in_flight_s if self.in_flight_s else 1.0
 
     def write_to(self, writer: ScalarWriter) -> None:

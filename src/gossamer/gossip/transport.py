@@ -18,15 +18,11 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent import futures
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from queue import SimpleQueue
 from typing import Any, cast, final
 
 import numpy as np
@@ -37,6 +33,7 @@ from torch.distributed import ProcessGroup, ProcessGroupGloo, Work
 from torch.distributed.distributed_c10d import PrefixStore
 
 from gossamer.gossip.bulletin import Bulletin, name_ranks
+from gossamer.gossip.collector import Collector
 from gossamer.topology import Round
 
 _SHUTDOWN_S = 10.0
@@ -131,7 +128,7 @@ class Transport:
         # - What each round means for this rank
         self._plan = lru_cache(maxsize=256)(self._make_plan)
         # - Further receives on the CPU; see Note [No deadlock]
-        self._collector = _Thread()
+        self._collector = Collector()
         self._spare: dict[torch.dtype, Tensor] = {}
 
     def begin(self, round: Round, source: Tensor, inbox: Tensor, tag: int) -> Exchange:
@@ -195,9 +192,7 @@ class Transport:
 
         def collect() -> list[int]:
             self._meet_in(wait)
-            digests: list[int] = pairs[:, 0].tolist()
-            others = [rank for rank, other in enumerate(digests) if other != digests[self.rank]]
-            if others:
+            if others := self._ranks_that_differ(pairs[:, 0].tolist()):
                 raise self._bulletin.disagreement(
                     others,
                     f"all ranks must make the same calls in the same order, but rank {self.rank} "
@@ -234,9 +229,7 @@ class Transport:
         collect = self.begin_gather(int(digest[:15], 16), "the comparison of rounds")
 
         def compare() -> None:
-            digests = collect()
-            others = [rank for rank, digest in enumerate(digests) if digest != digests[self.rank]]
-            if others:
+            if others := self._ranks_that_differ(collect()):
                 raise self._bulletin.disagreement(
                     others,
                     f"all ranks must mix with the same round, but {name_ranks(others)} had another "
@@ -363,6 +356,9 @@ class Transport:
             wait()
         self.meeting_s += time.perf_counter() - began
 
+    def _ranks_that_differ(self, digests: list[int]) -> list[int]:
+        return [rank for rank, digest in enumerate(digests) if digest != digests[self.rank]]
+
     def _others_in(self, members: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(member for member in members if member != self.rank)
 
@@ -422,50 +418,6 @@ class Transport:
             backend=dist.get_backend(self._base),
             use_local_synchronization=True,
         )
-
-
-@final
-class _Thread:
-    """One thread, started when first needed, that runs tasks in the order of their submission.
-
-    A daemon, unlike an executor's: a rank that fails must not wait for its receives to time out
-    before it can exit.
-    """
-
-    def __init__(self) -> None:
-        self._tasks: SimpleQueue[tuple[Callable[[], None], Future[None]] | None] = SimpleQueue()
-        self._last: Future[None] | None = None
-
-    def submit(self, task: Callable[[], None]) -> Future[None]:
-        if self._last is None:
-            run = partial(_run_tasks, self._tasks)
-            threading.Thread(target=run, name="gossamer-collector", daemon=True).start()
-        self._last = future = Future[None]()
-        self._tasks.put((task, future))
-        return future
-
-    def wait_idle(self, seconds: float) -> None:
-        """Wait until all tasks are done, or the time is over."""
-        if self._last is not None:
-            futures.wait([self._last], seconds)
-
-    def end(self) -> None:
-        self._tasks.put(None)
-
-    def __del__(self) -> None:
-        self.end()
-
-
-def _run_tasks(tasks: SimpleQueue[tuple[Callable[[], None], Future[None]] | None]) -> None:
-    # A function of the queue alone, with no task left in a variable while it waits: a transport
-    # that nobody uses any more can then be collected, and its thread ends.
-    while (item := tasks.get()) is not None:
-        task, future = item
-        try:
-            future.set_result(task())
-        except BaseException as error:  # handed to whoever waits for the future
-            future.set_exception(error)
-        del item, task, future
 
 
 def _messages(plan: _Plan, waits: Iterable[Callable[[], object]]) -> Exchange:

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Self, final
 
 from gossamer.lab.layout import Host, Layout
@@ -27,7 +25,7 @@ _print_lock = threading.Lock()
 def print_line(host: str, line: str) -> None:
     """Print a line of output after the name of the host that it comes from."""
     with _print_lock:
-        print(f"[{host}] {line}", file=sys.stdout, flush=True)
+        print(f"[{host}] {line}", flush=True)
 
 
 @final
@@ -53,12 +51,7 @@ class Cluster:
         self._open.callback(self._network.remove)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._open.close()
 
     @property
@@ -84,7 +77,7 @@ class Cluster:
             Launch(
                 host.name,
                 self._network.namespace(host.name),
-                {**worker_environment(self.layout, host), **(environment or {})},
+                {**_worker_environment(self.layout, host), **(environment or {})},
             )
             for host in self.layout.hosts
         ]
@@ -124,7 +117,7 @@ class Cluster:
         return measure(self._network, self.layout, window_s)
 
 
-def worker_environment(layout: Layout, host: Host) -> dict[str, str]:
+def _worker_environment(layout: Layout, host: Host) -> dict[str, str]:
     """Return the environment of the worker on a host: this process's, and what torchrun sets."""
     return {
         "OMP_NUM_THREADS": "1",

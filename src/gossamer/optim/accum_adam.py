@@ -110,13 +110,14 @@ class _AccumAdam(Optimizer):
             torch._foreach_mul_(parameters, 1 - lr * decay)
         elif decay:
             grads = list(torch._foreach_add(grads, parameters, alpha=decay))
-        commit = step % window == 0
-        k = math.ceil(step / window)
+
+        def commit(values: list[Tensor]) -> None:
+            torch._foreach_lerp_(exp_avgs, values, 1 - beta1)
+            torch._foreach_mul_(exp_avg_sqs, beta2)
+            torch._foreach_addcmul_(exp_avg_sqs, values, values, 1 - beta2)
 
         if window == 1:  # what is transient is what is committed
-            torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
-            torch._foreach_mul_(exp_avg_sqs, beta2)
-            torch._foreach_addcmul_(exp_avg_sqs, grads, grads, 1 - beta2)
+            commit(grads)
             first, second = exp_avgs, exp_avg_sqs
         else:
             first = torch._foreach_lerp(exp_avgs, grads, 1 - beta1)
@@ -124,15 +125,14 @@ class _AccumAdam(Optimizer):
             torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
             torch._foreach_add_(window_means, grads, alpha=1 / window)
 
+        k = math.ceil(step / window)
         denominators = torch._foreach_sqrt(second)
         torch._foreach_div_(denominators, math.sqrt(1 - beta2**k))
         torch._foreach_add_(denominators, eps)
         torch._foreach_addcdiv_(parameters, first, denominators, -lr / (1 - beta1**k))
 
-        if commit and window > 1:
-            torch._foreach_lerp_(exp_avgs, window_means, 1 - beta1)
-            torch._foreach_mul_(exp_avg_sqs, beta2)
-            torch._foreach_addcmul_(exp_avg_sqs, window_means, window_means, 1 - beta2)
+        if window > 1 and step % window == 0:
+            commit(window_means)
             torch._foreach_zero_(window_means)
 
 

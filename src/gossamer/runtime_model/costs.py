@@ -218,7 +218,6 @@ def _with_neighbours(round: Round) -> Meet:
     matrix = round.matrix()
     support = (matrix + matrix.T).tocsr()
     support.setdiag(1.0)
-    support = support.tocsr()
     support.sort_indices()
     others, starts = support.indices.astype(np.int64), support.indptr[:-1].astype(np.int64)
 

@@ -316,7 +316,9 @@ def _group(process_group: ProcessGroup | None) -> ProcessGroup:
 def _workers_per_node(size: int) -> int:
     """Return how many consecutive ranks share a node, as torchrun says."""
     given = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return given if given < size and size % given == 0 else (1 if given < size else size)
+    if given >= size:
+        return size
+    return given if size % given == 0 else 1
 
 
 def measure_workload(name: str, path: Path, steps: int) -> None:

@@ -121,9 +121,12 @@ def gossip(job: Job, *, schedule: Schedule, order: Order = whole_step) -> Method
     return Method(order, compute, job.links.num_workers, exchange)
 
 
+LOCAL_STEPS = 4
+"""Of PostLocalSGD, from one all-reduce to the next."""
+
 METHODS: dict[str, Build] = {
     DDP: ddp,
-    "post_local_sgd(h=4)": partial(post_local_sgd, period=4),
+    f"post_local_sgd(h={LOCAL_STEPS})": partial(post_local_sgd, period=LOCAL_STEPS),
 }
 """Methods that are no gossip; a topology's text names those that are."""
 

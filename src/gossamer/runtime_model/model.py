@@ -117,7 +117,9 @@ def whole_step(
 ) -> State:
     """Overlapped, as ``decentralize`` does it: finish all buckets, update, start all buckets.
 
-    A worker begins no exchange before it has finished the last one, its sends included.
+    U starts at max(end of the last B, end of the last step's C); C_k when all that meet have ended
+    U and C_(k−1). A worker begins no exchange before it has finished the last one, its sends
+    included.
     """
     now = _forward_backward(state.free, compute, factor, spans)
     now = np.maximum(now, state.landed[-1])  # buckets land in order
@@ -137,7 +139,10 @@ def after_update(
 def in_backward(
     state: State, compute: Compute, factor: FloatArray, exchange: Exchange, spans: list[Span]
 ) -> State:
-    """As DDP: gradients travel as the backward pass completes them; the update waits for all."""
+    """As DDP: gradients travel as the backward pass completes them; the update waits for all.
+
+    C_k starts when all that meet have ended B_k and C_(k−1); U at the end of the last C.
+    """
     now = _run(spans, "F", 0, state.free, compute.forward_s * factor)
     wire, landed = state.free, list[FloatArray]()
     for k, backward_s in enumerate(compute.backward_s):

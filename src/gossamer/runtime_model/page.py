@@ -11,7 +11,7 @@ import numpy as np
 
 from gossamer.files import write_whole
 from gossamer.picture import INK, PALETTE, subplots
-from gossamer.runtime_model.methods import DDP, Job, build
+from gossamer.runtime_model.methods import DDP, METHODS, Job, build
 from gossamer.runtime_model.model import Event, Task, predict, timeline
 from gossamer.runtime_model.plan import Advice, Plan
 from gossamer.runtime_model.profile import Profile
@@ -112,11 +112,11 @@ def _timelines(plan: Plan) -> Figure:
     """Draw DDP above the advised gossip, or the fastest where the advice is DDP."""
     advice = plan.advice[-1]
     job = Job.of(plan.profile, advice.workers)
-    gossiping = [row for row in plan.rows if row.workers == advice.workers and row.mixing]
     chosen = advice.method
     if chosen == DDP:
-        others = [row for row in gossiping if row.method != DDP]
-        chosen = min(others, key=lambda row: row.prediction.mean_s).method
+        here = [row for row in plan.rows if row.workers == advice.workers]
+        gossiping = [row for row in here if row.method not in METHODS]
+        chosen = min(gossiping, key=lambda row: row.prediction.mean_s).method
     figure = subplots(
         rows=2,
         cols=1,
@@ -183,14 +183,14 @@ def _splits(advice: Sequence[Advice]) -> Figure:
 
 def _sweep_rates(plan: Plan) -> Figure:
     gbit = plan.profile.network.between.bits_s / 1e9
-    figure = _sweep(plan, _RATES.tolist(), lambda rate: plan.profile.with_rate(rate), gbit)
+    figure = _sweep(plan, _RATES.tolist(), plan.profile.with_rate, gbit)
     figure.update_xaxes(type="log", title_text="Gbit/s between nodes")
     figure.add_vline(x=gbit, line=_HERE)
     return figure
 
 
 def _sweep_variances(plan: Plan) -> Figure:
-    figure = _sweep(plan, _VARIANCES, lambda variance: plan.profile.with_variance(variance))
+    figure = _sweep(plan, _VARIANCES, plan.profile.with_variance)
     figure.update_xaxes(title_text="variance of the normalized compute time")
     figure.add_vline(x=plan.profile.variance, line=_HERE)
     return figure

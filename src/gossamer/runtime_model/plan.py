@@ -8,7 +8,15 @@ from typing import final
 
 from gossamer.errors import UserError
 from gossamer.runtime_model.factors import Split, split_saving
-from gossamer.runtime_model.methods import DDP, METHODS, TOPOLOGIES, Job, build, schedule_of
+from gossamer.runtime_model.methods import (
+    DDP,
+    LOCAL_STEPS,
+    METHODS,
+    TOPOLOGIES,
+    Job,
+    build,
+    schedule_of,
+)
 from gossamer.runtime_model.model import Prediction, predict
 from gossamer.runtime_model.profile import Profile
 from gossamer.topology.summary import summarize
@@ -108,23 +116,21 @@ def make_plan(
 
 
 def _rows(job: Job, topologies: Sequence[str], missing: dict[str, str]) -> list[Row]:
-    ddp_s = predict(build(DDP, job), job.trials()).mean_s
-    rows = [_row(job, name, ddp_s) for name in METHODS]
+    predictions = {name: predict(build(name, job), job.trials()) for name in METHODS}
     for topology in topologies:
         try:
-            rows.append(_row(job, topology, ddp_s))
+            predictions[topology] = predict(build(topology, job), job.trials())
         except UserError as error:
             missing[f"{topology} on {job.links.num_workers}"] = str(error)
-    return rows
+    ddp_s = predictions[DDP].mean_s
+    return [_row(job, name, found, ddp_s) for name, found in predictions.items()]
 
 
-def _row(job: Job, name: str, ddp_s: float) -> Row:
+def _row(job: Job, name: str, prediction: Prediction, ddp_s: float) -> Row:
     workers, num_bytes = job.links.num_workers, job.profile.num_bytes
-    reduced = 2 * (workers - 1) / workers * num_bytes
-    prediction = predict(build(name, job), job.trials())
     if name in METHODS:
         exact = name == DDP
-        sent = reduced if exact else reduced / 4
+        sent = 2 * (workers - 1) / workers * num_bytes / (1 if exact else LOCAL_STEPS)
         mixing, rounds = (1.0, 1) if exact else (None, None)
     else:
         summary = summarize(schedule_of(name, job))

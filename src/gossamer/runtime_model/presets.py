@@ -6,13 +6,12 @@ reaches of them is its efficiency, which no data sheet says.
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import math
 from collections.abc import Mapping
 from typing import NamedTuple, TypeVar
 
-from gossamer.errors import UserError
+from gossamer.errors import UserError, nearest
 from gossamer.runtime_model.profile import Bucket, Link, Network, Profile
 
 T = TypeVar("T")
@@ -130,7 +129,6 @@ def bucket_sizes(num_bytes: int) -> list[int]:
 
 def _find(table: Mapping[str, T], name: str, what: str) -> T:
     if name not in table:
-        near = difflib.get_close_matches(name, table, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"choose from {', '.join(table)}"
+        hint = nearest(name, table)
         raise UserError(f"a {what} must be one that is known, got {name!r}; {hint}")
     return table[name]

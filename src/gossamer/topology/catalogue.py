@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple, get_type_hints
 
 from gossamer import calls
-from gossamer.errors import UserError
+from gossamer.errors import UserError, nearest_in_brackets
 from gossamer.topology import graphs, schedules, weights
 from gossamer.topology.round import Round
 from gossamer.topology.schedules import Schedule, static
@@ -84,7 +83,7 @@ def parse(text: str, num_workers: int, **defaults: Any) -> Schedule:
     entry = CATALOGUE.get(name)
     if entry is None:
         raise UserError(
-            f"unknown topology {name!r}{_nearest(name, CATALOGUE)}; "
+            f"unknown topology {name!r}{nearest_in_brackets(name, CATALOGUE)}; "
             f"choose from {', '.join(CATALOGUE)}"
         )
     given = _fill(entry, defaults) | _bind(name, entry, positional, named)
@@ -152,7 +151,8 @@ def _bind(name: str, entry: Entry, positional: list[Any], named: dict[str, Any])
     for key in named:
         if key not in accepted:
             remedy = f"use {example(name)}" if accepted else f"write {name} alone"
-            raise UserError(f"{takes}, got {key!r}{_nearest(key, accepted)}; {remedy}")
+            hint = nearest_in_brackets(key, accepted)
+            raise UserError(f"{takes}, got {key!r}{hint}; {remedy}")
     given = dict(zip(accepted, positional, strict=False))
     if twice := given.keys() & named.keys():
         raise UserError(f"{takes}, got {', '.join(sorted(twice))} twice; give it once, by name")
@@ -192,8 +192,3 @@ def _to_type(name: str, key: str, value: Any, wanted: Any) -> Any:
 def _canonical_text(name: str, given: dict[str, Any]) -> str:
     arguments = ", ".join(f"{key}={value}" for key, value in given.items())
     return f"{name}({arguments})" if arguments else name
-
-
-def _nearest(word: str, known: Any) -> str:
-    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
-    return f" (did you mean {match[0]!r}?)" if match else ""

@@ -9,6 +9,7 @@ object per edge.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeAlias, TypeVar, cast, final
 
@@ -193,6 +194,12 @@ class Round:
         whole_group = np.array_equal(np.bincount(labels, minlength=self.num_workers)[labels], sizes)
         uniform = np.allclose(w.data, np.repeat(1.0 / sizes, sizes), rtol=0, atol=TOLERANCE)
         return labels if same_group and whole_group and uniform else None
+
+
+def digest_of(rounds: Iterable[Round]) -> str:
+    """Return a short hash of rounds in their order, the same in every process."""
+    digests = "".join(round.digest for round in rounds)
+    return hashlib.blake2b(digests.encode(), digest_size=16).hexdigest()
 
 
 def _canonical(matrix: Sparse) -> Sparse:

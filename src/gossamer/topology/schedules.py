@@ -3,6 +3,9 @@
 A schedule is a number of workers, a period and a function from the step to a Round. Rounds are
 built when asked for and the last few are kept, so that a schedule with a thousand rounds costs
 nothing until it runs. Every worker builds the same schedule from the same arguments.
+
+With one peer j a worker averages, x_i ← (x_i + x_j)/2, but for EquiTopo; in a group of g every
+member weighs 1/g. Who has no partner rests: x_i ← x_i.
 """
 
 from __future__ import annotations
@@ -137,7 +140,10 @@ def one_peer_hypercube(num_workers: int) -> Schedule:
 
 
 def local_sgd(num_workers: int, every: int = 8) -> Schedule:
-    """Nobody talks, but every so many steps all workers average: local SGD."""
+    """Nobody talks, but every so many steps all workers average: local SGD.
+
+    W_t = 11ᵀ/n where t + 1 is a multiple of ``every``, I at other steps.
+    """
     check_workers(num_workers)
     _positive(every, "local_sgd", "every")
 

@@ -59,7 +59,11 @@ def contraction(schedule: Schedule, steps: int | None = None) -> float:
 
 
 def mixing_rate(schedule: Schedule) -> float:
-    """Return the p that a static round would need to contract as much per round."""
+    """Return the p that a static round would need to contract as much per round.
+
+    p = 1 − ‖W_T … W_1 − J‖₂^{2/T} over T = ``window(schedule)`` rounds; of one round it is
+    ``mixing_parameter``.
+    """
     num_rounds = window(schedule)
     return 1.0 - contraction(schedule, num_rounds) ** (2.0 / num_rounds)
 
@@ -74,7 +78,7 @@ def window(schedule: Schedule) -> int:
 
 
 def rounds_to_consensus(schedule: Schedule) -> int | None:
-    """Return after how many rounds, from step 0, every start is at its exact average.
+    """Return the least T with W_T … W_1 = J: rounds, from step 0, until every start is at its mean.
 
     None means asymptotic: the error shrinks for ever. Exact means that one round takes it to the
     level of rounding. It is looked for within two periods, at least 64 rounds, and while the error

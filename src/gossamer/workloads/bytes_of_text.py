@@ -102,16 +102,16 @@ def _load_stdlib() -> Data:
             f"stdlib-gpt needs {wanted:,} bytes of Python's own modules as source, got "
             f"{len(text):,} in {folder}; use a Python that comes with its standard library's source"
         )
-    return split_bytes(bytes(text[:wanted]), _STDLIB_TRAIN, _CONTEXT)
+    return _split_bytes(bytes(text[:wanted]), _STDLIB_TRAIN, _CONTEXT)
 
 
 @cache
 def _load_shakespeare(folder: Path) -> Data:
     text = DataFiles("shakespeare", folder).read("tinyshakespeare/input.txt", _SHAKESPEARE)
-    return split_bytes(text, len(text) * 9 // 10, _CONTEXT)
+    return _split_bytes(text, len(text) * 9 // 10, _CONTEXT)
 
 
-def split_bytes(text: bytes, num_train: int, length: int) -> Data:
+def _split_bytes(text: bytes, num_train: int, length: int) -> Data:
     """Return the first part of a text as training data, the rest as the test."""
     tokens = torch.from_numpy(np.frombuffer(text, np.uint8).astype(np.int64))
     return Data(*windows(tokens[:num_train], length), *windows(tokens[num_train:], length))

@@ -55,15 +55,15 @@ class DataFiles:
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise self.damaged(name, "a whole gzip file", str(error)) from error
 
-    def read_lines(self, name: str, num: int) -> list[str]:
-        """Return the lines of a text, after a check of their number."""
+    def read_lines(self, name: str, num: int | None = None) -> list[str]:
+        """Return the lines of a text, after a check of their number where that is known."""
         try:
             lines = self.read(name).decode().split("\n")
         except UnicodeDecodeError as error:
             raise self.damaged(name, "text in UTF-8", str(error)) from error
         if lines[-1] == "":
             lines.pop()
-        if len(lines) != num:
+        if num is not None and len(lines) != num:
             raise self.damaged(name, f"{num:,} lines", f"{len(lines):,}")
         return lines
 

@@ -11,7 +11,7 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from gossamer.errors import UserError
@@ -34,7 +34,7 @@ def imagenet_resnet50() -> Workload:
         num_train=_NUM_TRAIN,
         make_model=resnet50,
         load=lambda: _imagenet(data_folder()),
-        loss=nn.functional.cross_entropy,
+        loss=F.cross_entropy,
         transform=imagenet_floats,
         metric_name="accuracy",
         evaluate=accuracy(imagenet_floats, batch_size=50),

@@ -151,7 +151,7 @@ def _dirichlet(draw: Draw, workers: Sequence[int], epoch: int, alpha: float) -> 
 def _balance(
     proportions: npt.NDArray[np.float64], rows: IntArray, columns: IntArray
 ) -> npt.NDArray[np.float64]:
-    """Scale rows and columns in turn towards these sums; none is above its sum in the end."""
+    """Scale rows and columns in turn towards these sums (Sinkhorn); none ends above its own."""
     matrix = proportions + 1e-9  # so that no class is out of everyone's reach
     for _ in range(_BALANCING_ROUNDS):
         matrix *= (columns / matrix.sum(0))[None, :]

@@ -169,7 +169,7 @@ def download(
             archive = pooch.retrieve(
                 source.url,
                 source.checksum,
-                fname=hashlib.sha256(source.url.encode()).hexdigest()[:16],
+                fname=_file_name(source.url),
                 path=transfers,
                 downloader=cast("Any", partial(_continue, progress=progress)),
             )
@@ -192,7 +192,7 @@ def _continue(
     """Download for pooch, from where an interrupted transfer has ended."""
     import requests
 
-    part = Path(output_file).parent / f"{hashlib.sha256(url.encode()).hexdigest()[:16]}.part"
+    part = Path(output_file).parent / f"{_file_name(url)}.part"
     done = part.stat().st_size if part.exists() else 0
     headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={done}-"} if done else {})
     with requests.get(url, headers=headers, stream=True, timeout=_TIMEOUT_S) as response:
@@ -208,6 +208,11 @@ def _continue(
                 file.write(block)
                 progress(file.tell(), total)
     os.replace(part, output_file)
+
+
+def _file_name(url: str) -> str:
+    """Return what a transfer is called: the same for the next call, which continues it."""
+    return hashlib.sha256(url.encode()).hexdigest()[:16]
 
 
 def _unpack(archive: Path, source: Source, folder: Path) -> None:

@@ -57,26 +57,21 @@ def read_wikitext2(
 ) -> Data:
     """Read the published words of train and test; a line's end is a word too."""
     files = DataFiles("wikitext2", folder)
+    train_name, test_name = "wikitext-2/wiki.train.tokens", "wikitext-2/wiki.test.tokens"
     numbers: dict[str, int] = {}
-    train = _read_words(files, "wikitext-2/wiki.train.tokens", num_train, numbers)
+    train = _read_words(files, train_name, num_train, numbers)
     if len(numbers) != vocabulary:
-        name, found = "wikitext-2/wiki.train.tokens", f"{len(numbers):,}"
-        raise files.damaged(name, f"{vocabulary:,} different words", found)
-    test = _read_words(files, "wikitext-2/wiki.test.tokens", num_test, numbers)
+        raise files.damaged(train_name, f"{vocabulary:,} different words", f"{len(numbers):,}")
+    test = _read_words(files, test_name, num_test, numbers)
     if len(numbers) != vocabulary:
         found = f"{len(numbers) - vocabulary:,} others"
-        raise files.damaged("wikitext-2/wiki.test.tokens", "words of the training text", found)
+        raise files.damaged(test_name, "words of the training text", found)
     return Data(*windows(train, _CONTEXT), *windows(test, _CONTEXT))
 
 
 def _read_words(files: DataFiles, name: str, num: int, numbers: dict[str, int]) -> Tensor:
     """Return a text as numbers of words; new words get the next number."""
-    try:
-        text = files.read(name).decode()
-    except UnicodeDecodeError as error:
-        raise files.damaged(name, "text in UTF-8", str(error)) from error
-    lines = text.removesuffix("\n").split("\n")
-    words = (word for line in lines for word in (*line.split(), _END))
+    words = (word for line in files.read_lines(name) for word in (*line.split(), _END))
     tokens = np.fromiter((numbers.setdefault(word, len(numbers)) for word in words), np.int64)
     if len(tokens) != num:
         raise files.damaged(name, f"{num:,} words and ends of lines", f"{len(tokens):,}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import polars as pl
@@ -48,20 +48,10 @@ class Analysis(NamedTuple):
     graph_ranks: pl.DataFrame
     crossovers: pl.DataFrame
 
-    @property
-    def tables(self) -> Tables:
-        """What was measured."""
-        return Tables(self.runs, self.steps, self.evaluations, self.dispersion)
 
-
-def analyse(stories: Iterable[Story], names: Mapping[str, str] | None = None) -> Analysis:
-    """Return all tables of an experiment.
-
-    Args:
-        stories: its runs.
-        names: what methods are called, by run; by default as their records say.
-    """
-    return analyse_tables(tabulate(stories, names))
+def analyse(stories: Iterable[Story]) -> Analysis:
+    """Return all tables of an experiment; methods are called as the runs' records say."""
+    return analyse_tables(tabulate(stories))
 
 
 def analyse_tables(measured: Tables) -> Analysis:

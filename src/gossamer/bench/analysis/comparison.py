@@ -16,7 +16,7 @@ from gossamer.bench.analysis.statistics import Interval, crossings, interval, no
 from gossamer.bench.analysis.tabulate import Tables
 
 SETTING = ["workload", "workers"]
-COST_AXES: dict[str, str] = {"bytes_sent": "bytes per worker", "train_s": "seconds"}
+_COST_AXES = ("bytes_sent", "train_s")
 
 
 def summary(runs: pl.DataFrame) -> pl.DataFrame:
@@ -67,7 +67,8 @@ def differences(runs: pl.DataFrame) -> pl.DataFrame:
                     continue
                 gap = interval([of[first][seed] - of[second][seed] for seed in shared], known)
                 row: dict[str, Any] = dict(zip(SETTING, key, strict=True))
-                rows.append(row | {"method": first, "other": second} | _named(gap, "better"))
+                row |= {"method": first, "other": second, "seeds": gap.runs}
+                rows.append(row | _named(gap, "better"))
     return pl.DataFrame(rows, schema=_DIFFERENCE_SCHEMA)
 
 
@@ -108,7 +109,7 @@ def crossovers(tables: Tables) -> pl.DataFrame:
         methods = group["method"].unique(maintain_order=True).to_list()
         sign = 1 if group["higher_is_better"][0] else -1
         of = {m: group.filter(pl.col("method") == m) for m in methods}
-        for axis in COST_AXES:
+        for axis in _COST_AXES:
             for number, first in enumerate(methods):
                 for second in methods[number + 1 :]:
                     found = _last_crossing(of[first], of[second], axis, sign)
@@ -222,17 +223,11 @@ def _at(x: pl.Series, y: pl.Series, where: float) -> float:
 def _spread(values: pl.Series, name: str) -> dict[str, Any]:
     if values.is_empty():
         return {name: None, f"{name}_low": None, f"{name}_high": None}
-    found = interval(values.to_numpy())
-    return {name: found.mean, f"{name}_low": found.low, f"{name}_high": found.high}
+    return _named(interval(values.to_numpy()), name)
 
 
 def _named(found: Interval, name: str) -> dict[str, Any]:
-    return {
-        name: found.mean,
-        f"{name}_low": found.low,
-        f"{name}_high": found.high,
-        "seeds": found.runs,
-    }
+    return {name: found.mean, f"{name}_low": found.low, f"{name}_high": found.high}
 
 
 def _bounded(*names: str) -> Iterator[tuple[str, Any]]:

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from gossamer.bench.analysis.statistics import Correlation, fit, spearman
+from gossamer.bench.analysis.statistics import fit, spearman
 from gossamer.bench.analysis.tabulate import MEASURES, Tables
 
 PHASES = ("early", "middle", "late")
 """Thirds of training, by steps."""
 
-_LEAST = 1e-12
+LEAST = 1e-12
 """Below this a dispersion is rounding; its logarithm is taken here."""
 
 
@@ -47,7 +47,7 @@ def run_dispersion(of_phases: pl.DataFrame) -> pl.DataFrame:
 
     Tensors differ in dispersion by orders of magnitude; so each has the same say.
     """
-    mean = pl.col(list(MEASURES)).clip(lower_bound=_LEAST).log10().mean()
+    mean = pl.col(list(MEASURES)).clip(lower_bound=LEAST).log10().mean()
     return (
         of_phases.group_by(["run_id", "phase"], maintain_order=True)
         .agg(mean)
@@ -64,10 +64,7 @@ def observations(runs: pl.DataFrame, dispersion: pl.DataFrame) -> pl.DataFrame:
     """
     done = runs.filter(pl.col("quality").is_not_null(), ~pl.col("twin"))
     mixing = done.filter(~pl.col("centralized"))
-    rows = [
-        *_scale(done),
-        *_by_scale(mixing, "connections", {"observation": "connections"}),
-    ]
+    rows = _scale(done) + _by_scale(mixing, "connections", {"observation": "connections"})
     joined = dispersion.join(mixing, on="run_id", maintain_order="left")
     for (phase,), group in joined.group_by(["phase"], maintain_order=True):
         for measure in MEASURES:
@@ -84,7 +81,7 @@ def fits(runs: pl.DataFrame, dispersion: pl.DataFrame) -> pl.DataFrame:
     keys = ["workload", "workers", "phase"]
     for key, group in joined.group_by(keys, maintain_order=True):
         for measure in MEASURES:
-            x = np.log10(np.maximum(group[measure].to_numpy(), _LEAST))
+            x = np.log10(np.maximum(group[measure].to_numpy(), LEAST))
             line = fit(x, group["final"].to_numpy())
             if line is not None:
                 row: dict[str, Any] = dict(zip(keys, key, strict=True))
@@ -115,11 +112,11 @@ def _scale(done: pl.DataFrame) -> list[dict[str, Any]]:
     for (workload, method), group in done.group_by(["workload", "method"], maintain_order=True):
         found = spearman(group["workers"].to_numpy(), group["quality"].to_numpy())
         named = {"observation": "scale", "workload": workload, "method": method}
-        rows.append(named | _numbers(found))
+        rows.append(named | found._asdict())
     for (workload,), group in done.group_by(["workload"], maintain_order=True):
         mixing = group.filter(~pl.col("centralized"))
         found = spearman(mixing["workers"], mixing["quality"], mixing["method"].to_list())
-        rows.append({"observation": "scale", "workload": workload} | _numbers(found))
+        rows.append({"observation": "scale", "workload": workload} | found._asdict())
     return rows
 
 
@@ -130,16 +127,12 @@ def _by_scale(mixing: pl.DataFrame, column: str, named: dict[str, Any]) -> list[
     for (workload,), of_workload in known.group_by(["workload"], maintain_order=True):
         for (workers,), group in of_workload.group_by(["workers"], maintain_order=True):
             found = spearman(group[column].to_numpy(), group["quality"].to_numpy())
-            rows.append(named | {"workload": workload, "workers": workers} | _numbers(found))
+            rows.append(named | {"workload": workload, "workers": workers} | found._asdict())
         found = spearman(
             of_workload[column], of_workload["quality"], of_workload["workers"].to_list()
         )
-        rows.append(named | {"workload": workload} | _numbers(found))
+        rows.append(named | {"workload": workload} | found._asdict())
     return rows
-
-
-def _numbers(found: Correlation) -> dict[str, Any]:
-    return found._asdict()
 
 
 _OBSERVATION_SCHEMA: dict[str, Any] = {

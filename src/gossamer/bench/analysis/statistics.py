@@ -90,8 +90,9 @@ def spearman(
 def noise(results: npt.ArrayLike) -> Noise | None:
     """Return the noise in results [methods, seeds], taken to be the same for all methods.
 
-    With two seeds a pair of methods says next to nothing of its own noise; all methods together do.
-    None for one method or one seed.
+    s² = Σ (y_ms − ȳ_m − ȳ_s + ȳ)² / ((M − 1)(S − 1)) over M methods m and S seeds s. With two
+    seeds a pair of methods says next to nothing of its own noise; all methods together do. None for
+    one method or one seed.
 
     >>> noise([[1.0, 2.0], [2.0, 3.5]])
     Noise(variance=0.0625, freedom=1)
@@ -105,11 +106,12 @@ def noise(results: npt.ArrayLike) -> Noise | None:
 
 
 def interval(values: npt.ArrayLike, known: Noise | None = None) -> Interval:
-    """Return the mean with its 95 % interval, by Student's t.
+    """Return the mean with its 95 % interval, by Student's t: ȳ ± t₀.₉₇₅·√(s² / n).
 
     Args:
         values: of one method over seeds, or differences of two.
-        known: the noise of the two whose differences these are; else it is taken from the values.
+        known: the noise of the two whose differences these are, which have twice its variance; else
+            s² is taken from the values.
 
     >>> low, high = interval([1.0, 2.0, 3.0])[1:3]
     >>> round(low, 3), round(high, 3)

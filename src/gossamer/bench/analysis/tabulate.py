@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import polars as pl
 
-from gossamer import topology, workloads
+from gossamer import workloads
 from gossamer.bench.store import Story
 from gossamer.engine import CENTRALIZED
+from gossamer.engine.spec import make_schedule
 from gossamer.errors import UserError
 from gossamer.records import Evaluation, Spread, Started, Step
 from gossamer.topology import Schedule
@@ -52,14 +52,9 @@ class RunRows(NamedTuple):
     dispersion: pl.DataFrame
 
 
-def tabulate(stories: Iterable[Story], names: Mapping[str, str] | None = None) -> Tables:
-    """Return the tables of an experiment.
-
-    Args:
-        stories: its runs; those without a first record are left out.
-        names: what methods are called, by run; by default as their records say.
-    """
-    return join([rows for story in stories if (rows := rows_of(story))], names or {})
+def tabulate(stories: Iterable[Story]) -> Tables:
+    """Return the tables of an experiment; runs without a first record are left out."""
+    return join([rows for story in stories if (rows := rows_of(story))], {})
 
 
 def rows_of(story: Story) -> RunRows | None:
@@ -71,12 +66,17 @@ def rows_of(story: Story) -> RunRows | None:
     looks = [record for record in story.records if isinstance(record, Evaluation)]
     workload = workloads.find(str(started.spec["workload"]))
     evaluations = _evaluations(story.run_id, looks, workload)
-    run = _run(story, started, steps) | _result(story, evaluations, workload)
+    run = _run(story, started, steps, workload) | _result(story, evaluations, workload)
     return RunRows(run, _steps(story.run_id, steps), evaluations, _dispersion(story.run_id, steps))
 
 
 def join(rows: Sequence[RunRows], names: Mapping[str, str]) -> Tables:
-    """Return the tables of several runs."""
+    """Return the tables of several runs.
+
+    Args:
+        rows: of each.
+        names: what methods are called, by run; where a run has none, as its record says.
+    """
     specs = [dict(of_run.run["spec"]) for of_run in rows]
     for spec, of_run in zip(specs, rows, strict=True):
         spec["method"] = names.get(of_run.run["run_id"]) or spec["method"] or spec["topology"]
@@ -98,18 +98,14 @@ def schedule_of(spec: Mapping[str, Any]) -> Schedule | None:
     """Return the rounds of a run; None where its workers hold one model."""
     if spec["topology"] == CENTRALIZED:
         return None
-    return _schedule(spec["topology"], spec["workers"], spec["steps_per_epoch"])
+    return make_schedule(spec["topology"], spec["workers"], spec["steps_per_epoch"])
 
 
-@lru_cache(maxsize=256)
-def _schedule(text: str, workers: int, steps_per_epoch: int) -> Schedule:
-    return topology.parse(text, workers, steps_per_epoch=steps_per_epoch)
-
-
-def _run(story: Story, started: Started, steps: Sequence[Step]) -> dict[str, Any]:
+def _run(
+    story: Story, started: Started, steps: Sequence[Step], workload: Workload
+) -> dict[str, Any]:
     spec, ended = started.spec, story.ended
     counted = [record for record in story.records if isinstance(record, Step | Evaluation)]
-    workload = workloads.find(str(spec["workload"]))
     return {
         "run_id": story.run_id,
         "spec": spec,

@@ -16,6 +16,7 @@ import polars as pl
 
 from gossamer.bench.analysis import MEASURES, PHASES, Analysis
 from gossamer.bench.analysis.comparison import SETTING, mean_curves
+from gossamer.bench.analysis.observations import LEAST
 from gossamer.bench.report.style import Style, faded, styles
 
 Trace = dict[str, Any]
@@ -29,14 +30,11 @@ _TENSORS = 6
 _MANY_SERIES = 60
 """With more, tensors cannot be looked at one by one."""
 
-_LEAST = 1e-12
-
 _ASIDE = 0.3
 """The breadth of all methods at one scale, in powers of two; less where scales lie closer."""
 
-_AVERAGE = "average"
-ROLES: dict[str, str] = {
-    _AVERAGE: "average model",
+_ROLES: dict[str, str] = {
+    "average": "average model",
     "replicas_mean": "replicas, mean",
     "replicas_worst": "replicas, worst",
 }
@@ -168,11 +166,11 @@ def _curves_of(
     analysis: Analysis, runs: pl.DataFrame, look: dict[str, Style], spent: str
 ) -> Figure:
     traces: list[Trace] = []
-    metrics = dict(analysis.runs.select("workload", "metric").unique().iter_rows())
+    metrics = _metrics(analysis)
     curves = mean_curves(analysis.evaluations, runs)
     unit = 1e6 if spent == "bytes_sent" else 1
     for (workload, workers, method), curve in _series(curves):
-        for role in ROLES:
+        for role in _ROLES:
             kept = _thin(curve.filter(pl.col(role).is_not_null()))
             if kept.is_empty():
                 continue
@@ -186,20 +184,20 @@ def _curves_of(
             trace["hovertemplate"] = _hover(method, f"%{{x:.4~g}} {unit_name}: %{{y:.4g}}")
             traces.append(trace)
     axes: dict[str, Any] = {"xaxis": {"type": "log"}} if spent == "bytes_sent" else {}
-    return Figure("", "", "", traces, axes, choices={"show": ROLES})
+    return Figure("", "", "", traces, axes, choices={"show": _ROLES})
 
 
 def _connections(analysis: Analysis, look: dict[str, Style]) -> Figure:
     done = analysis.runs.filter(pl.col("final").is_not_null(), ~pl.col("centralized"))
     done = done.filter(pl.col("connections").is_not_null())
+    x_name = "neighbours heard per step"
     traces: list[Trace] = []
     for (workload, workers, method), group in _series(done):
-        x_name = "neighbours heard per step"
         meta = _meta(workload, workers, method, x_name, group["metric"][0])
         trace = _points(look[method], group["connections"], group["final"], meta)
         trace["hovertemplate"] = _hover(method, "%{x:.4~g} neighbours per step: %{y:.4g}")
         traces.append(trace)
-    traces += _references(analysis, look, done["connections"], "neighbours heard per step")
+    traces += _references(analysis, look, done["connections"], x_name)
     return Figure(
         "connections",
         "Result against connections",
@@ -241,7 +239,7 @@ def _accuracy_by_dispersion(analysis: Analysis, look: dict[str, Style]) -> Figur
 
 
 def _fit_lines(analysis: Analysis) -> Iterator[Trace]:
-    metrics = dict(analysis.runs.select("workload", "metric").unique().iter_rows())
+    metrics = _metrics(analysis)
     for row in analysis.fits.iter_rows(named=True):
         ends = [row["x_low"], row["x_high"]]
         chosen = {"measure": row["measure"], "phase": row["phase"]}
@@ -263,7 +261,7 @@ def _fit_lines(analysis: Analysis) -> Iterator[Trace]:
 def _dispersion_by_step(analysis: Analysis, shown: pl.DataFrame, look: dict[str, Style]) -> Figure:
     named = shown.select("run_id", *SETTING, "method")
     joined = analysis.dispersion.join(named, on="run_id", maintain_order="left").with_columns(
-        pl.col(list(MEASURES)).clip(lower_bound=_LEAST).log10()
+        pl.col(list(MEASURES)).clip(lower_bound=LEAST).log10()
     )
     series = shown.select(*SETTING, "method").n_unique()
     tensors: list[str] = []
@@ -361,6 +359,11 @@ def _series(frame: pl.DataFrame) -> Iterator[tuple[tuple[str, int, str], pl.Data
         [*SETTING, "method"], maintain_order=True
     ):
         yield (str(workload), int(str(workers)), str(method)), group
+
+
+def _metrics(analysis: Analysis) -> dict[str, str]:
+    """Return what each workload is judged by."""
+    return dict(analysis.runs.select("workload", "metric").unique().iter_rows())
 
 
 def _mean_steps(analysis: Analysis, runs: pl.DataFrame) -> pl.DataFrame:

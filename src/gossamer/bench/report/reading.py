@@ -10,7 +10,7 @@ from gossamer.bench.analysis import Analysis, analyse_tables
 from gossamer.bench.analysis.tabulate import RunRows, join, rows_of
 from gossamer.bench.experiment import load
 from gossamer.bench.matrix import Matrix, Skipped, expand
-from gossamer.bench.store import Store
+from gossamer.bench.store import Stamps, Store
 from gossamer.errors import UserError
 from gossamer.records import Started
 
@@ -63,7 +63,7 @@ class Results(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    stamps: tuple[tuple[str, int, int], ...]
+    stamps: Stamps
     rows: RunRows | None
     damage: str
     environment: dict[str, str]
@@ -82,18 +82,9 @@ class Reader:
         self._store = Store(folder)
         self._kept: dict[str, _Kept] = {}
 
-    def stamps(self) -> dict[str, tuple[tuple[str, int, int], ...]]:
-        """Return what tells whether anything has changed: by run, its files, times and sizes."""
-        found: dict[str, list[tuple[str, int, int]]] = {}
-        for path in sorted((self._store.folder / "runs").iterdir()):
-            if path.suffix in (".jsonl", ".part"):
-                try:
-                    status = path.stat()
-                except FileNotFoundError:  # renamed meanwhile
-                    continue
-                stamp = (path.name, status.st_mtime_ns, status.st_size)
-                found.setdefault(path.name.split(".")[0], []).append(stamp)
-        return {run_id: tuple(stamps) for run_id, stamps in found.items()}
+    def stamps(self) -> dict[str, Stamps]:
+        """Return what tells whether anything has changed."""
+        return self._store.stamps()
 
     def read(self) -> Results:
         """Return what the folder holds now."""

@@ -19,13 +19,13 @@ def summary_table(analysis: Analysis) -> Group:
 
     ``rich.print(summary_table(analyse(store.stories())))`` prints it.
     """
-    lines = words.headlines(analysis)
+    lines, findings = words.headlines(analysis), words.findings(analysis)
     parts: list[Table | Text] = []
     for (workload,), group in analysis.summary.group_by(["workload"], maintain_order=True):
         said = lines.get(str(workload), ["No run is done yet."])
         said += [
             f"{finding.answer.capitalize()}: {finding.claim[:-1].lower()} ({finding.statistic})."
-            for finding in words.findings(analysis)
+            for finding in findings
             if finding.workload == workload
         ]
         verdicts = analysis.verdicts.filter(pl.col("workload") == workload)

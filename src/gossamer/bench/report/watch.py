@@ -21,8 +21,8 @@ from gossamer.bench.report.page import content, render
 from gossamer.bench.report.reading import Reader
 from gossamer.errors import UserError
 
-_SHARE = 10
-"""Of the time since it began at most this fraction is spent on a refresh."""
+_REST = 10
+"""A refresh is followed by this many times its own length without one."""
 
 
 @final
@@ -48,7 +48,7 @@ class _Answers:
                     self._make()
                     self._stamps = stamps
                 spent = time.monotonic() - now
-                self._due = time.monotonic() + max(self._refresh_s / 2, _SHARE * spent)
+                self._due = time.monotonic() + max(self._refresh_s / 2, _REST * spent)
             return self._made[name]
 
     def _make(self) -> None:

@@ -21,7 +21,7 @@ class Finding(NamedTuple):
     """What the paper observed."""
 
     answer: str
-    """One of: seen, not seen, the opposite, too few runs."""
+    """One of: seen, not seen, the opposite, cannot be told."""
 
     statistic: str
     row: dict[str, Any]

@@ -118,7 +118,7 @@ class GPT(nn.Module):
         self.positions = nn.Embedding(context, width)
         self.blocks = nn.ModuleList(Block(width, heads, 4 * width) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
-        initialize(self, layers)
+        _initialize(self, layers)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """Return the logits of each position's next token."""
@@ -128,7 +128,7 @@ class GPT(nn.Module):
         return F.linear(self.norm(x), self.tokens.weight)
 
 
-def initialize(model: nn.Module, layers: int) -> None:
+def _initialize(model: nn.Module, layers: int) -> None:
     """Draw weights as GPT-2 does: narrow, and narrower where they add to the residual stream."""
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
@@ -161,7 +161,7 @@ class Translator(nn.Module):
         )
         self.encoder_norm, self.decoder_norm = nn.LayerNorm(width), nn.LayerNorm(width)
         self.dropout = nn.Dropout(dropout)
-        initialize(self, layers)
+        _initialize(self, layers)
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
         """Return the logits of the token after each of the target's."""

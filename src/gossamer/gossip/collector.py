@@ -1,0 +1,59 @@
+"""A thread that runs tasks in the order of their submission.
+
+A daemon, unlike an executor's: a rank that fails must not wait for its receives to time out before
+it can exit.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
+from typing import TypeAlias, final
+
+_Tasks: TypeAlias = "SimpleQueue[tuple[Callable[[], None], Future[None]] | None]"
+
+
+@final
+class Collector:
+    """One thread, started when first needed."""
+
+    def __init__(self) -> None:
+        self._tasks: _Tasks = SimpleQueue()
+        self._last: Future[None] | None = None
+
+    def submit(self, task: Callable[[], None]) -> Future[None]:
+        """Run a task after those before it; its future holds what it raises."""
+        if self._last is None:
+            run = partial(_run_tasks, self._tasks)
+            threading.Thread(target=run, name="gossamer-collector", daemon=True).start()
+        self._last = future = Future[None]()
+        self._tasks.put((task, future))
+        return future
+
+    def wait_idle(self, seconds: float) -> None:
+        """Wait until all tasks are done, or the time is over."""
+        if self._last is not None:
+            futures.wait([self._last], seconds)
+
+    def end(self) -> None:
+        """End the thread when all tasks are done."""
+        self._tasks.put(None)
+
+    def __del__(self) -> None:
+        self.end()
+
+
+def _run_tasks(tasks: _Tasks) -> None:
+    # A function of the queue alone, with no task left in a variable while it waits: a transport
+    # that nobody uses any more can then be collected, and its thread ends.
+    while (item := tasks.get()) is not None:
+        task, future = item
+        try:
+            future.set_result(task())
+        except BaseException as error:  # handed to whoever waits for the future
+            future.set_exception(error)
+        del item, task, future

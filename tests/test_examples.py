@@ -1,0 +1,121 @@
+"""The programs in examples/ run, and reach what they say."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from tests.pool import ProcessPool
+
+# Jobs of several processes that each import torch: a loaded machine takes its time.
+pytestmark = pytest.mark.timeout(150)
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def run_example(name: str, constants: dict[str, int] | None = None) -> str:
+    """Run a script in this process and in the group that is there; return what it prints.
+
+    Args:
+        name: of the file, without its ending.
+        constants: other values for what the script sets at its top, to make it short.
+    """
+    path = EXAMPLES / f"{name}.py"
+    source = path.read_text()
+    for constant, value in (constants or {}).items():
+        assignment = rf"^(\w+, )*{constant}(, \w+)* = .+$"
+        changed = rf"\g<0>; {constant} = {value}"
+        source, found = re.subn(assignment, changed, source, count=1, flags=re.MULTILINE)
+        assert found, f"{path} does not set {constant}"
+    output = io.StringIO()
+    with (
+        contextlib.redirect_stdout(output),
+        mock.patch.object(dist, "init_process_group"),
+        mock.patch.object(dist, "destroy_process_group"),
+    ):
+        exec(compile(source, path, "exec"), {"__name__": "__main__"})
+    return output.getvalue()
+
+
+def test_gossip_reaches_ddps_accuracy(pool: ProcessPool) -> None:
+    """Digits on four processes: gossip is within 3 points of DDP, both above 88 %."""
+    accuracy: dict[str, float] = {}
+    for name in ("ddp", "ddp_to_gossip"):
+        printed = pool.run(run_example, name)[0]
+        found = re.search(r"test accuracy (0\.\d+)", printed)
+        assert found, printed
+        accuracy[name] = float(found[1])
+    assert min(accuracy.values()) > 0.88
+    assert abs(accuracy["ddp"] - accuracy["ddp_to_gossip"]) < 0.03
+
+
+def test_a_gpt_learns_to_write(pool: ProcessPool) -> None:
+    """Bits per byte fall within 60 steps on four processes, and rank 0 alone prints and writes."""
+    printed = pool.run(run_example, "gpt", {"STEPS": 60, "REPORT_EVERY": 20})
+    bits = [float(number) for number in re.findall(r"([\d.]+) bits per byte", printed[0])]
+    assert len(bits) == 3
+    assert bits[2] < bits[1] < bits[0] < 8
+    assert len(printed[0].partition("def ")[2]) > 100
+    assert printed[1:] == ["", "", ""]
+
+
+def test_a_topology_of_ones_own() -> None:
+    """A schedule for racks sends as little between racks as a ring, and mixes faster."""
+    printed = run_example("custom_topology", {"STEPS": 20}).splitlines()[1:]
+    rows = {line[:15].strip(): list(map(float, line[15:].split())) for line in printed}
+    assert set(rows) == {"ring", "exponential", "cliques", "mostly within"}
+    (slow, ring_copies, *_), (fast, own_copies, *_) = rows["ring"], rows["mostly within"]
+    assert own_copies == ring_copies
+    assert fast > 3 * slow
+
+
+def test_control_keeps_workers_closer() -> None:
+    """Controlled workers are closer than on a plain ring; an all-reduce costs no more bytes."""
+    printed = run_example("consensus_control", {"STEPS": 100}).splitlines()[1:]
+    rows = {line.split()[4].rstrip(":"): list(map(float, line.split()[:4])) for line in printed}
+    distances = {control: row[2] for control, row in rows.items()}
+    megabytes = {control: row[3] for control, row in rows.items()}
+    assert distances["exact"] < distances["constant(c=0.25)"] < distances["plain"]
+    assert megabytes["ada_consensus(constant(c=0.25))"] <= megabytes["plain"]
+
+
+def test_a_thousand_workers() -> None:
+    """1008 workers take a step on every graph of the example, and centrally."""
+    printed = run_example("simulate_1008_workers", {"STEPS": 1})
+    assert all(name in printed for name in ("ring", "exponential", "ada", "centralized"))
+
+
+@pytest.mark.parametrize("name", ["ddp_to_gossip", "accelerate_prepare"])
+def test_the_command_of_an_example(name: str) -> None:
+    """What the docstring says to type runs, and trains digits to 88 %."""
+    text = ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text())) or ""
+    torchrun, *arguments = shlex.split(text.splitlines()[-1])
+    assert torchrun == "torchrun"
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=140,
+        check=False,
+        cwd=EXAMPLES.parent,
+    )
+    assert result.returncode == 0, result.stderr[-2000:]
+    found = re.search(r"test accuracy (0\.\d+)", result.stdout)
+    assert found, result.stdout
+    assert float(found[1]) > 0.88
+
+
+def test_every_example_is_run_here() -> None:
+    """A new file in examples/ gets a test."""
+    here = Path(__file__).read_text()
+    assert [path.name for path in EXAMPLES.glob("*.py") if f'"{path.stem}"' not in here] == []

@@ -1,0 +1,41 @@
+"""Files that appear whole or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from gossamer.errors import UserError
+from gossamer.files import write_whole
+
+
+def test_a_file_appears_with_its_folders_and_nothing_beside_it(tmp_path: Path) -> None:
+    """The writer is given another path, and sees the old file until it is done."""
+    path = tmp_path / "deep" / "table.csv"
+    write_whole(path, lambda aside: aside.write_text("old"))
+
+    def write(aside: Path) -> None:
+        assert aside.suffix == ".csv"
+        aside.write_text("new")
+        assert path.read_text() == "old"
+
+    write_whole(path, write)
+    assert path.read_text() == "new"
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left"), KeyError(), KeyboardInterrupt()])
+def test_a_writer_that_fails_leaves_what_was_there(tmp_path: Path, error: BaseException) -> None:
+    """Whatever it raises; what the disk refuses is the user's to mend."""
+    path = tmp_path / "page.html"
+    path.write_text("old")
+
+    def write(aside: Path) -> None:
+        aside.write_text("half")
+        raise error
+
+    with pytest.raises(UserError if isinstance(error, OSError) else type(error)):
+        write_whole(path, write)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
