@@ -42,6 +42,9 @@ from tests.pages import (
 )
 from tests.pool import ProcessPool
 
+# Jobs of several processes that each import torch: a loaded machine takes its time.
+pytestmark = pytest.mark.timeout(150)
+
 RANKS = 4
 CI = "continuous integration runs it: .ci/run"
 
@@ -135,7 +138,7 @@ def run_in_changed_repository(text: str, folder: Path) -> None:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=140,
         check=False,
     )
     assert result.returncode == 0, result.stderr[-3000:]
@@ -336,7 +339,7 @@ def test_the_slurm_script_starts_two_agents(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=140,
         check=False,
     )
     assert result.returncode == 0, result.stderr[-3000:]

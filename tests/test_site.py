@@ -12,6 +12,9 @@ import pytest
 from tests.browser import browser, needs_browser
 from tests.pages import PAGES, REPOSITORY
 
+# A build reads all of the package: a loaded machine takes its time.
+pytestmark = pytest.mark.timeout(150)
+
 pytest.importorskip("mkdocs", reason="mkdocs not installed; pip install 'gossamer[docs]'")
 
 
@@ -21,7 +24,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     result = subprocess.run(
-        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=55, check=False
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=140, check=False
     )
     assert result.returncode == 0, result.stderr
     return folder
