@@ -65,7 +65,7 @@ def test_a_monotone_relation_has_a_correlation_of_one() -> None:
 
 @pytest.mark.parametrize("n", [12, 40])
 def test_correlations_are_scipys(n: int) -> None:
-    """Also with ties."""
+    """Coefficient and p-value are scipy's, where values are equal too."""
     generator = np.random.default_rng(n)
     x, y = generator.integers(0, 8, n), generator.normal(size=n)
     ours, theirs = spearman(x, y), stats.spearmanr(x, y)

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from gossamer.bench import expand
+from gossamer.bench import expand, modelled
 from gossamer.bench.experiment import Experiment, load, parse
 from gossamer.bench.methods import fields_of
 from gossamer.engine import RunSpec
 from gossamer.errors import UserError
+from gossamer.runtime_model import model
+from gossamer.runtime_model.model import Method, Prediction, Trials
 from gossamer.runtime_model.profile import Bucket, Link, Network, Profile, write_profile
 
 SMALL = """
@@ -93,9 +95,7 @@ def test_a_budget_is_for_every_run() -> None:
     assert {(spec.max_bytes, spec.max_train_s) for spec in runs} == {(2e6, 30.0)}
 
 
-def test_equal_modelled_time_gives_a_slower_method_fewer_steps(tmp_path: Path) -> None:
-    """A link of 100 Mbit/s: the steps that fit into a second, by the runtime model."""
-    path = tmp_path / "profile.json"
+def ten_modelled_seconds(folder: Path) -> str:
     link = Link(bits_s=1e8, latency_s=1e-4)
     profile = Profile(
         name="by hand",
@@ -104,8 +104,13 @@ def test_equal_modelled_time_gives_a_slower_method_fewer_steps(tmp_path: Path) -
         buckets=(Bucket(num_bytes=1_000_000, backward_s=0.02, update_s=0.001),),
         network=Network(inside=link, between=link),
     )
-    write_profile(profile, path)
-    budget = f'budget = {{ modelled_s = 10, profile = "{path}" }}'
+    write_profile(profile, folder / "profile.json")
+    return f'budget = {{ modelled_s = 10, profile = "{folder / "profile.json"}" }}'
+
+
+def test_equal_modelled_time_gives_a_slower_method_fewer_steps(tmp_path: Path) -> None:
+    """A link of 100 Mbit/s: the steps that fit into a second, by the runtime model."""
+    budget = ten_modelled_seconds(tmp_path)
     runs = expand(experiment(budget)).runs
     steps = {(spec.method, spec.workers): spec.num_steps for spec in runs}
     # 8 Mbit on the wire take 80 ms; a ring sends twice that, hidden behind 31 ms where it overlaps.
@@ -116,6 +121,22 @@ def test_equal_modelled_time_gives_a_slower_method_fewer_steps(tmp_path: Path) -
     held = SMALL.replace('"ring"]', '{ name = "held", method = "ring", control = "auto" }]')
     with pytest.raises(UserError, match="must be known before it, got control 'auto'"):
         expand(experiment(budget, held))
+
+
+def test_runs_that_differ_in_seed_share_a_prediction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The runtime model is asked once for each method and scale, and all seeds get its answer."""
+    asked: list[Method] = []
+
+    def predict(method: Method, trials: Trials) -> Prediction:
+        asked.append(method)
+        return model.predict(method, trials)
+
+    monkeypatch.setattr(modelled, "predict", predict)
+    runs = expand(experiment(ten_modelled_seconds(tmp_path))).runs
+    assert (len(asked), len(runs)) == (2 * 3, 2 * 3 * 3)
+    assert len({(spec.method, spec.workers, spec.max_steps) for spec in runs}) == len(asked)
 
 
 def test_learning_rates_follow_the_averaging_neighbourhood() -> None:
@@ -206,7 +227,7 @@ def test_a_file_that_is_not_there() -> None:
 
 
 def test_the_demo_is_seven_methods_at_three_scales_and_real_processes() -> None:
-    """What the README promises."""
+    """Seven methods on three scales from two seeds, and one run on processes."""
     text = resources.files("gossamer.bench").joinpath("demo.toml").read_text()
     runs = expand(parse(text, "demo.toml")).runs
     assert len(runs) == 7 * 3 * 2 + 1

@@ -237,7 +237,7 @@ def test_partial_results_give_a_partial_report(tmp_path: Path) -> None:
 
 
 def test_nothing_done_yet_is_a_report_too(tmp_path: Path) -> None:
-    """The first run has just begun."""
+    """While the first run goes on the page says that there is no verdict."""
     write(tmp_path / "x", [story_of(spec_of("D_ring", 16), 0.5, status=None)], TEXT)
     write_report(tmp_path / "x")
     assert "there is no verdict" in (tmp_path / "x" / "report.html").read_text()

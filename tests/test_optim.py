@@ -193,7 +193,7 @@ def test_memory_is_adams_for_a_window_of_one() -> None:
 
 @pytest.mark.parametrize("kind", ["sparse", "complex"])
 def test_gradients_that_it_cannot_take_are_refused(kind: str) -> None:
-    """Silently wrong is worse than refused."""
+    """A sparse or complex gradient raises an error that says so, and is not taken for another."""
     dtype = torch.complex128 if kind == "complex" else torch.float64
     parameter = nn.Parameter(torch.ones(3, dtype=dtype))
     gradient = torch.ones(3, dtype=dtype)

@@ -88,7 +88,7 @@ def test_what_cannot_be_built_is_said() -> None:
 
 @pytest.mark.parametrize("workers", [[], [1], [8, 0]])
 def test_scales_are_two_or_more(workers: list[int]) -> None:
-    """One worker has nothing to plan."""
+    """No scale at all, one worker and none are refused with what a plan takes."""
     with pytest.raises(UserError, match="2 or more workers"):
         make_plan(transformer(), workers)
 

@@ -33,7 +33,15 @@ _SWITCH_QUEUE_BYTES = 16 * 1024 * 1024
 hosts send to one port, and with a short queue they lose packets and wait for timeouts of TCP."""
 
 _MAX_SEGMENT_BYTES = 64 * 1024
-_CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+_TCP = Path("/proc/sys/net/ipv4")
+_SETTINGS = {
+    # Every kernel has it, so that figures do not depend on the machine's own choice.
+    "tcp_congestion_control": "reno",
+    # Least, usual and most bytes that a connection may have on its way. A round trip takes 0.1 ms
+    # here, so half a megabyte fills 10 Gbit/s; by default connections fill the queues of ports
+    # that they share, and then wait for timeouts.
+    "tcp_wmem": "4096 16384 524288",
+}
 _LINK = re.compile(r"(host|node)\d+")
 T = TypeVar("T")
 
@@ -98,8 +106,7 @@ class Network:
         ]
         configure("ip", switch, port, needs="veth")
         configure("ip", namespace, inside)
-        # Every kernel has it, so that figures do not depend on the machine's own choice.
-        self.run_inside(host.name, lambda: _CONGESTION_CONTROL.write_text("reno"))
+        self.run_inside(host.name, _set_tcp)
         # A shaper acts on what leaves an interface, so each direction has its own.
         own_queue = max(_MIN_HOST_QUEUE_BYTES, int(host.rate_bits_s / 8 * _HOST_QUEUE_S))
         _shape(namespace, INTERFACE, host.rate_bits_s, own_queue)
@@ -149,6 +156,11 @@ def set_link(lab: str, name: str, *, up: bool) -> None:
     if name not in links:
         raise UserError(f"a link must be one of {', '.join(links)}, got {name!r}")
     configure("ip", switch, [f"link set {name} {'up' if up else 'down'}"])
+
+
+def _set_tcp() -> None:
+    for name, value in _SETTINGS.items():
+        (_TCP / name).write_text(value)
 
 
 def _bridge(name: str) -> list[str]:
