@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint format setup clean
+.PHONY: demo test lint docs format setup clean
 
 demo: setup ## train digits in seven ways at three scales, and write demo/report.html
 	$(BIN)/gossamer demo --out demo
@@ -18,6 +18,9 @@ lint: setup
 	$(BIN)/pyright
 	$(BIN)/codespell
 
+docs: setup ## build/site/index.html; a link that leads nowhere is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
@@ -28,7 +31,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Gossamer needs Python 3.11 or newer, got $$($(PYTHON) --version); run make PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench,dev,tensorboard]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench,dev,docs,tensorboard]'
 	@touch $@
 
 clean:

@@ -151,6 +151,7 @@ def test_learning_rates_follow_the_averaging_neighbourhood() -> None:
     ("text", "words"),
     [
         ("workerz = 3\n" + SMALL, "has no key 'workerz'; did you mean 'workers'"),
+        (SMALL.replace("workers", "worker"), "has no key 'worker'; did you mean 'workers'"),
         (SMALL + "run = { lrr = 3 }", "a run has no field 'lrr' to set; did you mean 'lr'"),
         (SMALL + "run = { workers = 3 }", "a run has no field 'workers' to set"),
         (SMALL + "axes = { epoch = [1, 2] }", "did you mean 'epochs'"),

@@ -59,7 +59,8 @@ def gossamer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
             capsys.readouterr()
             with pytest.raises(SystemExit) as exit:
                 main()
-        return Done(int(exit.value.code or 0), *capsys.readouterr())
+        said = capsys.readouterr()
+        return Done(int(exit.value.code or 0), said.out, said.err)
 
     return run
 

@@ -451,6 +451,19 @@ def test_a_block_closes_and_a_saved_model_is_free() -> None:
     run_ranks(1, body)
 
 
+def test_closing_twice_is_closing_once() -> None:
+    """`close()` inside a block that closes, or after `finalize()`, does nothing."""
+
+    def body(group: ProcessGroup) -> None:
+        model = make_model()
+        with decentralize(model, sgd(model), process_group=group) as gossip:
+            gossip.finalize()
+            gossip.close()
+        decentralize(model, sgd(model), process_group=group).close()
+
+    run_ranks(2, body)
+
+
 def test_a_step_that_failed_can_be_taken_again() -> None:
     """Also of an optimizer that calls its base class, whose hooks torch calls a second time."""
 

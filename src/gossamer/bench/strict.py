@@ -23,7 +23,8 @@ def validated(model: type[_Model], given: Mapping[str, Any], where: str) -> _Mod
     try:
         return model.model_validate(dict(given), strict=True)
     except ValidationError as error:
-        first = error.errors()[0]
+        # A misspelt key is the cause of a missing one.
+        first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
         cause = first.get("ctx", {}).get("error")
         if isinstance(cause, UserError):
             raise type(cause)(f"{where}: {cause}") from None

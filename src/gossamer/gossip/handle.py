@@ -374,8 +374,10 @@ class Gossip:
     def close(self) -> None:
         """End gossip: wait for what is in flight, remove every hook, free all memory.
 
-        Parameters stay as they are, in storage of their own again.
+        Parameters stay as they are, in storage of their own again. What is closed stays closed.
         """
+        if not self._tensors.buckets:
+            return
         self._refuse_where_undone("close()")
         for handle in self._handles:
             handle.remove()
