@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import gossamer
 
-EPOCHS = 10
+EPOCHS = 15
 
 accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
 

@@ -14,7 +14,7 @@ from torch import nn
 import gossamer
 from gossamer.workloads.models.transformer import GPT
 
-STEPS, REPORT_EVERY, BATCH, CONTEXT = 500, 100, 8, 64
+STEPS, REPORT_EVERY, BATCH, CONTEXT = 400, 100, 8, 64
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
