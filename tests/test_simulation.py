@@ -233,36 +233,22 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 @pytest.mark.parametrize("name", ["convnet", "deep LSTM", "transformer with dropout"])
 def test_threads_change_nothing(name: str, threads: Callable[[int], None]) -> None:
-    """Each takes chunks of workers, with a model of its own; statistics and masks included."""
+    """However many torch shares its functions out over; statistics and masks included."""
     task = ALL_LAYERS[name]
     threads(1)
     alone = run(make(task), task)
     threads(3)
-    sim = run(make(task), task)
-    assert sim.state_dict()["gradients"]["chunk"] == 2
-    assert torch.get_num_threads() == 3
-    assert_same(sim, alone)
+    assert_same(run(make(task), task), alone)
 
 
-def test_an_error_in_a_thread_is_the_callers(threads: Callable[[int], None]) -> None:
-    """What a model raises after it ran once comes out of the step; torch's threads are restored."""
-    threads(2)
-    sim = run(make(), steps=2)
-    inputs, targets = tasks.batches(MLP, 6, 2)
-    with pytest.raises(RuntimeError):
-        sim.step(inputs[..., :-1], targets)
-    assert torch.get_num_threads() == 2
-
-
-def test_autocast_holds_for_all_workers(threads: Callable[[int], None]) -> None:
-    """It is a setting of the calling thread."""
+def test_autocast_holds_for_all_workers() -> None:
+    """What a user sets around a step, every worker's forward pass has."""
     seen: set[torch.dtype] = set()
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
         seen.add(output.dtype)
         return MLP.loss(output, target)
 
-    threads(2)
     sim = Simulation(MLP.make(), loss, sgd, 6, "ring", gradients="vmap")
     with torch.autocast("cpu", torch.bfloat16):
         run(sim, steps=2)
@@ -287,6 +273,39 @@ def test_gradients_of_weights_that_are_not_used_as_they_are() -> None:
     """Kernels write to the stacked gradient only what is the whole gradient of a parameter."""
     task = Task(Crossed, tasks.vectors)
     assert_same(run(make(task), task), run(make(task, gradients="loop"), task))
+
+
+def weighted(y: Tensor, target: Tensor) -> Tensor:
+    weights = torch.arange(1.0, 1 + tasks.VOCABULARY, dtype=y.dtype)
+    return nn.functional.cross_entropy(y, target, weights)
+
+
+def of_probabilities(y: Tensor, target: Tensor) -> Tensor:
+    shares = nn.functional.one_hot(target, tasks.VOCABULARY).to(y.dtype)
+    return nn.functional.cross_entropy(y, 0.9 * shares)
+
+
+ALL_CROSS_ENTROPIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "targets that are ignored": nn.CrossEntropyLoss(ignore_index=2),
+    "smooth, some ignored": nn.CrossEntropyLoss(ignore_index=2, label_smoothing=0.2),
+    "several targets of a sample": lambda y, target: nn.functional.cross_entropy(
+        torch.stack([y, 2 * y], 2), torch.stack([target, target.flip(0)], 1), ignore_index=2
+    ),
+    "one sample, no batch": lambda y, target: nn.functional.cross_entropy(y[0], target[0]),
+    "sum": nn.CrossEntropyLoss(reduction="sum"),
+    "none": lambda y, target: nn.functional.cross_entropy(y, target, reduction="none").amax(),
+    "weights of classes": weighted,
+    "probabilities": of_probabilities,
+}
+
+
+@pytest.mark.parametrize("name", ALL_CROSS_ENTROPIES)
+def test_cross_entropy_is_torchs(name: str) -> None:
+    """Its kernel counts each worker's targets by themselves; what it does not know is torch's."""
+    task = Task(tasks.mlp, tasks.vectors, ALL_CROSS_ENTROPIES[name])
+    together = run(make(task, gradients="vmap"), task)
+    assert_same(together, run(make(task, gradients="loop"), task))
+    assert together.state_dict()["gradients"]["chunk"] > 0
 
 
 def test_workers_draw_from_their_own_seeds() -> None:

@@ -3,8 +3,7 @@
 Together is faster where a worker's own work is small, and impossible where a model does what vmap
 refuses; so both are there, and a few timed steps choose. How many go together follows from the
 memory that one worker's activations take: too few and calls cost more than arithmetic, too many and
-activations leave the cache. Chunks also bound the memory that a step needs. A thread per processor
-takes one chunk after the other: most of what a chunk calls is too small to be shared out well.
+activations leave the cache. Chunks also bound the memory that a step needs.
 """
 
 from __future__ import annotations
@@ -12,11 +11,10 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
+import math
 import time
 import warnings
-from collections.abc import Callable, Generator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol, TypeAlias, final
 
@@ -24,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call  # pyright: ignore[reportPrivateImportUsage]
+from torch.utils._pytree import tree_leaves
 
 from gossamer.errors import UserError
 from gossamer.simulate.kernels import StackedKernels
@@ -40,8 +39,9 @@ _CHUNK_BYTES = (32 << 20, 16 << 20, 64 << 20, 128 << 20)
 """Activations of the workers that go together: about a last-level cache. The first is the rule, the
 others are tried where methods are timed."""
 
-_MOST_THREADS = 4
-"""Of Python: they take turns between torch's functions."""
+_KEPT_BYTES = 31 << 20
+"""glibc gives memory back to the system beyond twice the largest block that was freed so far, 32 MB
+at most. Pages that come and go with every chunk take longer than a small model's products."""
 
 _PROBED = 4
 """Workers that the first vmap runs on, to see whether it works and what memory it takes."""
@@ -77,8 +77,7 @@ class Evaluate(Protocol):
 
 
 Backward: TypeAlias = Callable[[int | slice, Evaluate], None]
-"""Computes and stores losses and gradients of the workers that an index (int or slice) selects.
-Where workers have parameters of their own, threads call it for different workers at once."""
+"""Computes and stores losses and gradients of the workers that an index (int or slice) selects."""
 
 
 def worker_seed(seed: int, worker: int, step: int) -> int:
@@ -118,11 +117,11 @@ class PerWorker:
     ) -> None:
         if method not in _METHODS:
             raise UserError(f"gradients must be one of {', '.join(_METHODS)}, got {method!r}")
-        # A copy for each thread, because functional_call puts parameters into it. What ran under
-        # vmap may stay there: a cached activation, or a parameter of a module that is there twice.
-        # For the same reason names of one tensor are found here, once.
-        num_threads = 1 if one_model else min(_MOST_THREADS, torch.get_num_threads(), num_workers)
-        self._models = [copy.deepcopy(model) for _ in range(num_threads)]
+        torch.empty(_KEPT_BYTES, dtype=torch.uint8)  # freed at once
+        # A copy, because functional_call puts parameters into it. What ran under vmap may stay
+        # there: a cached activation, or a parameter of a module that is there twice. For the same
+        # reason names of one tensor are found here, once.
+        self._model = copy.deepcopy(model)
         self._names = _names(model)
         self._loss = loss
         self._num_workers = num_workers
@@ -182,13 +181,8 @@ class PerWorker:
                 stacklevel=5,
             )
         sizes = [max(1, int(min(size, self._room.good) / per_worker)) for size in _CHUNK_BYTES]
-        self._models = self._models[: max(sizes)]  # no more threads than there is room for
-        num_threads = len(self._models)
-        each = -(-self._num_workers // num_threads)
-        candidates = [max(1, min(each, size // num_threads)) for size in sizes]
-        if self._num_workers <= sizes[0]:
-            candidates.append(self._num_workers)  # one thread, and several in torch's functions
-        self._candidates = list(dict.fromkeys(candidates))
+        nums = [math.ceil(self._num_workers / size) for size in sizes]
+        self._candidates = list(dict.fromkeys(math.ceil(self._num_workers / num) for num in nums))
         if not self._timed or self._num_workers == 1:
             self._chosen = self._candidates[0]
         return done
@@ -196,9 +190,13 @@ class PerWorker:
     def _try_together(self, step: int, index: slice, buffers: Tensors, backward: Backward) -> float:
         """Run workers under vmap and return the bytes they kept, or in the loop from now on."""
         before = {name: buffer[index].clone() for name, buffer in buffers.items()}
+        saved: dict[int, int] = {}
+
+        def counted(index: int | slice, evaluate: Evaluate) -> None:
+            backward(index, partial(_count, evaluate, saved))
+
         try:
-            with _counted() as saved:
-                self._together(self._models[0], step, index, backward)
+            self._together(step, index, counted)
             return sum(saved.values())
         except Exception as error:  # whatever vmap and a model may raise at each other
             for name, buffer in buffers.items():
@@ -237,22 +235,8 @@ class PerWorker:
         if chunk == _LOOP:
             self._one_by_one(step, workers, backward)
             return
-        chunks = [slice(i, min(i + chunk, workers.stop)) for i in workers[::chunk]]
-        models = self._models[: len(chunks)]
-        left = iter(chunks)  # shared by the threads
-
-        def work(model: nn.Module) -> None:
-            for index in left:
-                self._together(model, step, index, backward)
-
-        # What torch.autocast sets is the calling thread's own.
-        if len(models) <= 1 or torch.is_autocast_enabled("cpu"):
-            work(self._models[0])
-            return
-        each = max(1, torch.get_num_threads() // len(models))
-        with _threads_of_torch(each), ThreadPoolExecutor(len(models)) as pool:
-            for done in [pool.submit(work, model) for model in models]:
-                done.result()
+        for start in workers[::chunk]:
+            self._together(step, slice(start, min(start + chunk, workers.stop)), backward)
 
     def _one_by_one(self, step: int, workers: range, backward: Backward) -> None:
         generator = torch.default_generator
@@ -265,7 +249,7 @@ class PerWorker:
             targets: Any,
             into: Tensors,
         ) -> Tensor:
-            loss, replaced = self._evaluate(self._models[0], parameters, buffers, inputs, targets)
+            loss, replaced = self._evaluate(parameters, buffers, inputs, targets)
             buffers.update(replaced)
             return loss
 
@@ -276,7 +260,7 @@ class PerWorker:
         finally:
             generator.set_state(before)
 
-    def _together(self, model: nn.Module, step: int, index: slice, backward: Backward) -> None:
+    def _together(self, step: int, index: slice, backward: Backward) -> None:
         workers = range(index.start, index.stop)
 
         def generators() -> list[torch.Generator]:
@@ -291,7 +275,7 @@ class PerWorker:
             into: Tensors,
         ) -> Tensor:
             with StackedKernels(generators, [(parameters[name], into[name]) for name in into]):
-                vectorized = torch.vmap(partial(self._evaluate, model), in_dims=self._in_dims)
+                vectorized = torch.vmap(self._evaluate, in_dims=self._in_dims)
                 losses, replaced = vectorized(parameters, buffers, inputs, targets)
             buffers.update(replaced)
             return losses
@@ -299,7 +283,7 @@ class PerWorker:
         backward(index, evaluate)
 
     def _evaluate(
-        self, model: nn.Module, parameters: Tensors, buffers: Tensors, inputs: Any, targets: Any
+        self, parameters: Tensors, buffers: Tensors, inputs: Any, targets: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return a worker's loss, and the buffers that its forward pass has replaced."""
         args, kwargs = (), {}
@@ -309,7 +293,7 @@ class PerWorker:
             args = inputs if isinstance(inputs, tuple) else (inputs,)
         given = {**parameters, **buffers}
         tensors = {name: given[first] for name, first in self._names.items() if first in given}
-        output = functional_call(model, tensors, args, kwargs, tie_weights=False)
+        output = functional_call(self._model, tensors, args, kwargs, tie_weights=False)
         replaced = {n: tensors[n].detach() for n, b in buffers.items() if tensors[n] is not b}
         for name, new in replaced.items():
             if new.shape != buffers[name].shape:
@@ -327,7 +311,7 @@ class PerWorker:
 
     def _where(self, error: BaseException) -> str:
         """Name the innermost layer that an exception came through."""
-        names = {id(module): name for name, module in self._models[0].named_modules()}
+        names = {id(module): name for name, module in self._model.named_modules()}
         found = "the loss"
         trace = error.__traceback__
         while trace is not None:
@@ -348,28 +332,24 @@ def _names(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(tensor), name) for name, tensor in named}
 
 
-@contextmanager
-def _threads_of_torch(num: int) -> Generator[None]:
-    """Let each of torch's functions use fewer threads, in threads that are started meanwhile."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(num)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+def _count(evaluate: Evaluate, saved: dict[int, int], *given: Any) -> Tensor:
+    """Evaluate, and collect the memory that is kept for the backward pass: bytes by address.
 
-
-@contextmanager
-def _counted() -> Generator[dict[int, int]]:
-    """Collect the memory that forward passes keep for their backward pass: bytes by address."""
-    saved: dict[int, int] = {}
+    What the pass is given is there anyway.
+    """
+    known = {_address(leaf) for leaf in tree_leaves(given)}
 
     def pack(tensor: Tensor) -> Tensor:
-        saved[tensor.untyped_storage().data_ptr()] = tensor.nbytes
+        if _address(tensor) not in known:
+            saved[_address(tensor)] = tensor.nbytes
         return tensor
 
     def unpack(tensor: Tensor) -> Tensor:
         return tensor
 
     with saved_tensors_hooks(pack, unpack):
-        yield saved
+        return evaluate(*given)
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

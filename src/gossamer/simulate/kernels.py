@@ -15,6 +15,11 @@ from typing import Any, cast, final
 
 import torch
 from torch import Tensor
+from torch._C._functorch import _add_batch_dim, _unwrap_batched
+from torch._functorch.pyfunctorch import (
+    VmapInterpreter,
+    retrieve_current_functorch_interpreter,
+)
 from torch.autograd import Function
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -66,7 +71,7 @@ class StackedKernels(TorchFunctionMode):
 
 
 def _linear(mode: StackedKernels, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
-    return _LinearUnderVmap.apply(input, weight, bias, mode.into)
+    return _below_vmap(_linear_of_all, input, weight, bias, mode.into)
 
 
 def _attention(
@@ -81,7 +86,7 @@ def _attention(
 ) -> Any:
     if not dropout_p and query.dim() == 4:
         options["is_causal"] = is_causal
-        return _AttentionUnderVmap.apply(query, key, value, attn_mask, options)
+        return _below_vmap(_attention_of_all, query, key, value, attn_mask, options)
     if is_causal and attn_mask is not None:
         raise RuntimeError("attn_mask must not be set where is_causal is")
     scale = options.get("scale")
@@ -107,7 +112,7 @@ def _dropout(
 ) -> Any:
     if not training or not 0 < p < 1:  # where torch draws nothing
         return F.dropout(input, p, training, inplace)
-    y = cast("Tensor", _DropoutUnderVmap.apply(input, p, lambda: mode.generators))
+    y = _below_vmap(_dropout_of_all, input, p, lambda: mode.generators)
     return input.copy_(y) if inplace else y
 
 
@@ -147,8 +152,8 @@ def _lstm(mode: StackedKernels, *args: Any) -> Any:
         for i in range(layer * ways, (layer + 1) * ways):
             backwards = i % ways == 1
             inputs = x.flip(0) if backwards else x
-            y, hidden[i], cell[i] = cast(
-                "Any", _LstmUnderVmap.apply(mode.into, inputs, hidden[i], cell[i], *cells[i])
+            y, hidden[i], cell[i] = _below_vmap(
+                _lstm_of_all, mode.into, inputs, hidden[i], cell[i], *cells[i]
             )
             outputs.append(y.flip(0) if backwards else y)
         x = torch.cat(outputs, -1) if bidirectional else outputs[0]
@@ -156,6 +161,26 @@ def _lstm(mode: StackedKernels, *args: Any) -> Any:
             x = _dropout(mode, x, p, training)
     x = x.transpose(0, 1) if batch_first else x
     return x, torch.stack(hidden), torch.stack(cell)
+
+
+def _cross_entropy(
+    _: StackedKernels,
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    mean = weight is None and size_average is None and reduce is None and reduction == "mean"
+    classes = 0 < target.dim() < input.dim()
+    if mean and classes:  # torch's rule for these is written in Python
+        return _below_vmap(_cross_entropy_of_all, input, target, ignore_index, label_smoothing)
+    return F.cross_entropy(
+        input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
+    )
 
 
 def _without_override_check(function: Any) -> Any:
@@ -181,6 +206,7 @@ def _multi_head_attention(mode: StackedKernels, *args: Any, **kwargs: Any) -> An
 
 
 _KERNELS: dict[Any, Callable[..., Any]] = {
+    F.cross_entropy: _cross_entropy,
     F.linear: _linear,
     F.scaled_dot_product_attention: _attention,
     F.dropout: _dropout,
@@ -190,74 +216,89 @@ _KERNELS: dict[Any, Callable[..., Any]] = {
 }
 
 
-class _UnderVmap(Function):
-    """What the kernels share: only the rule for vmap is ever used."""
+def _below_vmap(kernel: Callable[..., Any], *args: Any) -> Any:
+    """Call a kernel on the tensors that vmap has wrapped, and wrap its results.
 
-    @staticmethod
-    def forward(*args: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    As torch calls a Function that has a rule for vmap; but its bookkeeping takes longer than the
+    products of a small model.
+
+    Args:
+        kernel: from the number of workers, their dimension in each argument (None where there is
+            none) and the arguments, to tensors with workers in front.
+        args: tensors and others.
+    """
+    vmap = retrieve_current_functorch_interpreter()
+    if not isinstance(vmap, VmapInterpreter):
+        raise NotImplementedError("there is a transform of torch.func inside of the model")
+    level = vmap.level()
+    pairs = [_unwrap_batched(a, level) if isinstance(a, Tensor) else (a, None) for a in args]
+    dims = [dim for _, dim in pairs]
+    if all(dim is None for dim in dims):
         raise NotImplementedError("every worker has the same tensor here; run workers in a loop")
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
-
-
-class _LinearUnderVmap(_UnderVmap):
-    @staticmethod
-    def vmap(info: Any, in_dims: Dims, x: Tensor, weight: Tensor, bias: Any, into: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x_dim, weight_dim, bias_dim, _ = in_dims
-        if weight_dim is None:  # one model for all workers: one product over all of them
-            y = F.linear(x.movedim(cast("int", x_dim), 0), weight)
-            if bias is None:
-                return y, 0
-            many = bias if bias_dim is None else bias.movedim(bias_dim, 0)
-            return y + many.reshape(-1, *[1] * (y.dim() - 2), y.shape[-1]), 0
-        x, weight, bias = (
-            _in_front(tensor, dim, info.batch_size)
-            for tensor, dim in zip((x, weight, bias), in_dims[:3], strict=True)
-        )
-        return StackedLinear.apply(x, weight, bias, into(weight)), 0
+    with vmap.lower():
+        results = kernel(vmap.batch_size(), dims, *(value for value, _ in pairs))
+    if isinstance(results, Tensor):
+        return _add_batch_dim(results, 0, level)
+    return tuple(_add_batch_dim(result, 0, level) for result in results)
 
 
-class _AttentionUnderVmap(_UnderVmap):
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, kw: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        num_workers = info.batch_size
-        # Attention has no parameters: workers are more of the batch.
-        q, k, v, mask = (
-            _in_front(tensor, dim, num_workers)
-            for tensor, dim in zip((q, k, v, mask), in_dims[:4], strict=True)
-        )
-        if mask is not None:
-            mask = mask.reshape(num_workers, *[1] * (q.dim() - mask.dim()), *mask.shape[1:])
-            mask = mask.expand(num_workers, q.shape[1], *mask.shape[2:]).flatten(0, 1)
-        q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, mask, **kw)
-        return y.unflatten(0, (num_workers, -1)), 0
+def _linear_of_all(
+    num_workers: int, dims: Dims, x: Tensor, weight: Tensor, bias: Any, into: Any
+) -> Any:
+    x_dim, weight_dim, bias_dim, _ = dims
+    if weight_dim is None:  # one model for all workers: one product over all of them
+        y = F.linear(x.movedim(cast("int", x_dim), 0), weight)
+        if bias is None:
+            return y
+        many = bias if bias_dim is None else bias.movedim(bias_dim, 0)
+        return y + many.reshape(-1, *[1] * (y.dim() - 2), y.shape[-1])
+    x, weight, bias = _all_in_front(num_workers, dims, x, weight, bias)
+    return StackedLinear.apply(x, weight, bias, into(weight))
 
 
-class _DropoutUnderVmap(_UnderVmap):
-    @staticmethod
-    def vmap(info: Any, in_dims: Dims, x: Tensor, p: float, generators: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x = x.movedim(cast("int", in_dims[0]), 0)
-        # Strides of their own kind: torch fills memory in its order, not in that of indices.
-        masks = [
-            torch.empty_like(row).bernoulli_(1 - p, generator=generator)
-            for row, generator in zip(x, generators(), strict=True)
-        ]
-        return x * torch.stack(masks).div_(1 - p), 0
+def _attention_of_all(
+    num_workers: int, dims: Dims, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: Any
+) -> Any:
+    # Attention has no parameters: workers are more of the batch.
+    q, k, v, mask = _all_in_front(num_workers, dims, q, k, v, mask)
+    if mask is not None:
+        mask = mask.reshape(num_workers, *[1] * (q.dim() - mask.dim()), *mask.shape[1:])
+        mask = mask.expand(num_workers, q.shape[1], *mask.shape[2:]).flatten(0, 1)
+    q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
+    y = F.scaled_dot_product_attention(q, k, v, mask, **options)
+    return y.unflatten(0, (num_workers, -1))
 
 
-class _LstmUnderVmap(_UnderVmap):
-    @staticmethod
-    def vmap(info: Any, in_dims: Dims, into: Any, *tensors: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, h, c, w_input, w_hidden, *biases = (
-            _in_front(tensor, dim, info.batch_size)
-            for tensor, dim in zip(tensors, in_dims[1:], strict=True)
-        )
-        bias = sum(biases) if biases else None
-        grads = into(w_input), into(w_hidden)
-        return StackedLstm.apply(x, h, c, w_input, w_hidden, bias, grads), (0, 0, 0)
+def _dropout_of_all(_: int, dims: Dims, x: Tensor, p: float, generators: Any) -> Any:
+    x = x.movedim(cast("int", dims[0]), 0)
+    # Strides of their own kind: torch fills memory in its order, not in that of indices.
+    masks = [
+        torch.empty_like(row).bernoulli_(1 - p, generator=generator)
+        for row, generator in zip(x, generators(), strict=True)
+    ]
+    return x * torch.stack(masks).div_(1 - p)
+
+
+def _lstm_of_all(num_workers: int, dims: Dims, into: Any, *tensors: Tensor) -> Any:
+    x, h, c, w_input, w_hidden, *biases = _all_in_front(num_workers, dims[1:], *tensors)
+    bias = sum(biases) if biases else None
+    grads = into(w_input), into(w_hidden)
+    return StackedLstm.apply(x, h, c, w_input, w_hidden, bias, grads)
+
+
+def _cross_entropy_of_all(
+    num_workers: int, dims: Dims, x: Tensor, target: Tensor, ignored: int, smoothing: float
+) -> Any:
+    x, target = _all_in_front(num_workers, dims, x, target)
+    losses = F.cross_entropy(
+        x.flatten(0, 1),
+        target.flatten(0, 1),
+        ignore_index=ignored,
+        reduction="none",
+        label_smoothing=smoothing,
+    )
+    num_targets = (target != ignored).flatten(1).sum(1)
+    return losses.view(num_workers, -1).sum(1) / num_targets
 
 
 class StackedLinear(Function):
@@ -370,10 +411,12 @@ def _weight_gradient(grads: Tensor, rows: Tensor, into: Tensor | None) -> Tensor
     return into
 
 
-def _in_front(tensor: Any, dim: int | None, num_workers: int) -> Any:
-    """Return a tensor with workers as its first dimension; the same for all where it had none."""
+def _all_in_front(num_workers: int, dims: Dims, *tensors: Any) -> list[Any]:
+    """Return tensors with workers as first dimension; the same for all where there was none."""
+    return [_in_front(num_workers, dim, t) for dim, t in zip(dims, tensors, strict=False)]
+
+
+def _in_front(num_workers: int, dim: int | None, tensor: Any) -> Any:
     if tensor is None:
         return None
-    if dim is None:
-        return tensor.expand(num_workers, *tensor.shape)
-    return tensor.movedim(dim, 0)
+    return tensor.expand(num_workers, *tensor.shape) if dim is None else tensor.movedim(dim, 0)

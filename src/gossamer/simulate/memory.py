@@ -11,8 +11,8 @@ from gossamer.errors import UserError
 _BACKWARD = 2
 """A backward pass holds about as much again as what the forward pass kept."""
 
-_LEAST_BYTES = 16 << 20
-"""Smaller chunks cost time and save nothing that counts."""
+_SMALL_BYTES = 28 << 20
+"""What any simulation may take: less would cost time and save nothing that counts."""
 
 
 class Room(NamedTuple):
@@ -48,9 +48,10 @@ def room(memory_gb: float | None, model_bytes: int, state_bytes: int, num_worker
             f"{stacked / 1e9:.3g} GB, got {given / 1e9:.3g} GB; "
             "use fewer workers, a smaller model, or an optimizer with less state"
         )
-    # So that activations stay a small part of what there is of parameters, gradients and state.
+    # A copy of the parameters, so that activations stay a small part of the whole.
+    good = max(num_workers * model_bytes, (_SMALL_BYTES - stacked) / _BACKWARD)
     most = left / _BACKWARD
-    return Room(min(most, max(_LEAST_BYTES, num_workers * model_bytes / 2)), most)
+    return Room(min(most, good), most)
 
 
 def free_bytes() -> float:

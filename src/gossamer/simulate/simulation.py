@@ -222,8 +222,7 @@ class Simulation:
 
         def backward(index: int | slice, evaluate: Evaluate) -> None:
             leaves = {n: p.detach()[index].requires_grad_() for n, p in self._parameters.items()}
-            # Not counted as changed where another thread changes other workers' rows.
-            given = {name: buffer.data[index] for name, buffer in self._buffers.items()}
+            given = {name: buffer[index] for name, buffer in self._buffers.items()}
             buffers = dict(given)
             x, y = select((inputs, targets), index, first.dtype)
             into = {n: cast("Tensor", p.grad)[index] for n, p in self._parameters.items()}
