@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol, TypeAlias, final
+from typing import Any, Protocol, TypeAlias, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -193,7 +193,7 @@ class PerWorker:
         saved: dict[int, int] = {}
 
         def counted(index: int | slice, evaluate: Evaluate) -> None:
-            backward(index, partial(_count, evaluate, saved))
+            backward(index, cast("Evaluate", partial(_count, evaluate, saved)))
 
         try:
             self._together(step, index, counted)

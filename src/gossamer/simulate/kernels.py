@@ -15,7 +15,7 @@ from typing import Any, cast, final
 
 import torch
 from torch import Tensor
-from torch._C._functorch import _add_batch_dim, _unwrap_batched
+from torch._C._functorch import _add_batch_dim, _unwrap_batched  # pyright: ignore[reportPrivateUsage]
 from torch._functorch.pyfunctorch import (
     VmapInterpreter,
     retrieve_current_functorch_interpreter,
