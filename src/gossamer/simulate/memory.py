@@ -11,7 +11,7 @@ from gossamer.errors import UserError
 _BACKWARD = 2
 """A backward pass holds about as much again as what the forward pass kept."""
 
-_SMALL_BYTES = 28 << 20
+_SMALL_BYTES = 24 << 20
 """What any simulation may take: less would cost time and save nothing that counts."""
 
 
@@ -48,8 +48,8 @@ def room(memory_gb: float | None, model_bytes: int, state_bytes: int, num_worker
             f"{stacked / 1e9:.3g} GB, got {given / 1e9:.3g} GB; "
             "use fewer workers, a smaller model, or an optimizer with less state"
         )
-    # A copy of the parameters, so that activations stay a small part of the whole.
-    good = max(num_workers * model_bytes, (_SMALL_BYTES - stacked) / _BACKWARD)
+    # Less than a copy of the parameters, so that activations stay a small part of the whole.
+    good = max(0.75 * num_workers * model_bytes, (_SMALL_BYTES - stacked) / _BACKWARD)
     most = left / _BACKWARD
     return Room(min(most, good), most)
 
