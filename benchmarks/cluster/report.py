@@ -53,14 +53,14 @@ class Row:
 def rows(samples: Sequence[Sample], rate: str, rate_bits_s: int) -> list[Row]:
     """Return one row per method, in the order in which they first appear."""
     methods = list(dict.fromkeys(str(sample["method"]) for sample in samples))
-    compute_ms = statistics.median(_times(samples, LOCAL) or [0.0])
+    compute_ms = statistics.median(times_of_rounds(samples, LOCAL) or [0.0])
     return [_row(samples, method, rate, rate_bits_s, compute_ms) for method in methods]
 
 
 def _row(
     samples: Sequence[Sample], method: str, rate: str, rate_bits_s: int, compute_ms: float
 ) -> Row:
-    times = _times(samples, method)
+    times = times_of_rounds(samples, method)
     own = [sample for sample in samples if sample["method"] == method]
     errors = [str(sample["error"]) for sample in own if "error" in sample]
     good = [sample for sample in own if "error" not in sample]
@@ -87,8 +87,16 @@ def _row(
     )
 
 
-def _times(samples: Sequence[Sample], method: str) -> list[float]:
-    """Return the time of each round in which the method ran on every host: the slowest host's."""
+def times_of_rounds(
+    samples: Sequence[Sample], method: str, of_hosts: Callable[[list[float]], float] = max
+) -> list[float]:
+    """Return ms per step in each round in which the method ran on every host.
+
+    Args:
+        samples: of all hosts.
+        method: whose.
+        of_hosts: one number of all hosts' times; by default the slowest.
+    """
     by_round: dict[int, list[float]] = {}
     failed: set[int] = set()
     for sample in samples:
@@ -96,7 +104,7 @@ def _times(samples: Sequence[Sample], method: str) -> list[float]:
             failed.add(int(sample["round"]))
         elif sample["method"] == method:
             by_round.setdefault(int(sample["round"]), []).append(float(sample["ms_per_step"]))
-    return [max(times) for round_, times in by_round.items() if round_ not in failed]
+    return [of_hosts(times) for round_, times in by_round.items() if round_ not in failed]
 
 
 def table(rows: Iterable[Row]) -> Table:

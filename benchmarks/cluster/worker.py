@@ -55,7 +55,9 @@ class Task:
         return json.dumps(asdict(self))
 
 
-def measure(task: Task, method: str, rank: int, world_size: int) -> dict[str, float]:
+def time_method(
+    task: Task, method: str, rank: int, world_size: int, round_: int = 0
+) -> dict[str, float]:
     """Run one method on this host and return what its timed steps took."""
     torch.manual_seed(0)
     model = EmulatedModel(
@@ -64,7 +66,7 @@ def measure(task: Task, method: str, rank: int, world_size: int) -> dict[str, fl
         forward_s=task.compute_ms / 3e3,
         backward_s=task.compute_ms / 1.5e3,
         variance=task.variance,
-        seed=rank,
+        seed=rank + round_ * world_size,  # the same compute times for all methods of a round
     )
     batch = torch.randn(_BATCH, model.width, generator=torch.Generator().manual_seed(rank))
     step = METHODS[method](model, Workers(rank, world_size, batch))
@@ -75,12 +77,14 @@ def measure(task: Task, method: str, rank: int, world_size: int) -> dict[str, fl
     for _ in range(task.steps):
         step()
     elapsed_s = time.perf_counter() - start
+    # All clocks before anything else, such as counting bytes, takes time.
+    busy_s, own_s = _processor_s() - busy_before, time.process_time() - own_before
     available_s = elapsed_s * (os.cpu_count() or 1)
     return {
         "ms_per_step": elapsed_s * 1e3 / task.steps,
         "bytes_per_step": (_sent_bytes() - bytes_before) / task.steps,
-        "cpu": (_processor_s() - busy_before) / available_s,
-        "cpu_own": (time.process_time() - own_before) / available_s,
+        "cpu": busy_s / available_s,
+        "cpu_own": own_s / available_s,
         "peak_mb": _peak_mb(),
     }
 
@@ -108,7 +112,7 @@ def _child(task: Task, method: str, round_: int, port: int) -> None:
     rank = dist.get_rank()
     sample: dict[str, object] = {"method": method, "round": round_, "rank": rank}
     try:
-        sample |= measure(task, method, rank, dist.get_world_size())
+        sample |= time_method(task, method, rank, dist.get_world_size(), round_)
         dist.barrier()  # whoever leaves resets connections that a slower host still reads from
     except Exception as error:
         traceback.print_exc()

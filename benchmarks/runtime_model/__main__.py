@@ -1,12 +1,15 @@
 """Predicted against measured iteration times in the lab: `python -m benchmarks.runtime_model`.
 
 In every setting a profile is taken first, by training without communication; the model sees nothing
-else. Then each method is measured as in benchmarks.cluster.
+else. Then each method is measured as in benchmarks.cluster. What is compared is the mean over hosts
+and steps, which is what the model predicts: where compute times vary, the slowest host of a few
+steps is slower than that by chance.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
@@ -14,15 +17,14 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.cluster.report import Row
+from benchmarks.cluster.report import times_of_rounds
 from benchmarks.cluster.run import console, environment, measure, start
 from benchmarks.cluster.worker import WARMUP, Task
 from benchmarks.runtime_model.score import Point, score, table
-from benchmarks.runtime_model.worker import PATH, PROFILE, STEPS
+from benchmarks.runtime_model.worker import AER, PATH, PROFILE, STEPS, aer_of
 from gossamer.errors import UserError
 from gossamer.lab import Layout, one_switch, parse_layout
-from gossamer.runtime_model import Profile, read_profile
-from gossamer.runtime_model.plan import Plan, make_plan
+from gossamer.runtime_model import make_plan, read_profile
 
 HETEROGENEOUS = "1gbit/300mbit"
 METHODS = (
@@ -84,7 +86,7 @@ def _measure_setting(task: Task, hosts: int, network: str, json_file: Path | Non
     layout = _layout(hosts, network)
     with tempfile.TemporaryDirectory(prefix="gossamer-profile-") as folder:
         path = Path(folder) / "profile.json"
-        _, rows = measure(
+        samples, rows = measure(
             task,
             layout,
             f"{hosts} x {network}, variance {task.variance:g}:",
@@ -93,44 +95,44 @@ def _measure_setting(task: Task, hosts: int, network: str, json_file: Path | Non
         )
         profile = read_profile(path)
     _append(json_file, {"kind": "profile", "network": network, **profile.model_dump(mode="json")})
-    return points_of(profile, rows, hosts, network, task.variance)
+    aer = aer_of(profile.network.workers_per_node)
+    topology_of = {AER: aer} | {name: gossiping_on(name) for name in METHODS if name != AER}
+    plan = make_plan(profile, [hosts], topologies=[each for each in topology_of.values() if each])
+    predicted = {row.method: row.prediction.mean_s for row in plan.rows}
+    points: list[Point] = []
+    for row in rows:
+        if row.method == PROFILE:
+            continue
+        times = times_of_rounds(samples, row.method, statistics.fmean)
+        name = topology_of[row.method] or row.method
+        points.append(
+            Point(
+                hosts=hosts,
+                network=network,
+                variance=task.variance,
+                method=row.method,
+                measured_ms=statistics.median(times) if times else None,
+                lowest_ms=min(times, default=None),
+                highest_ms=max(times, default=None),
+                predicted_ms=1e3 * predicted[name],
+                cpu=row.cpu,
+                saturated=row.saturated,
+                advised=plan.advice[0].method == name,
+            )
+        )
+    return points
 
 
-def points_of(
-    profile: Profile, rows: list[Row], hosts: int, network: str, variance: float
-) -> list[Point]:
-    """Return measured rows beside what the profile predicts."""
-    per_node = max(2, profile.network.workers_per_node)  # as worker.py builds it
-    topology_of = {name: name[9:-1] for name in METHODS if name.startswith("gossamer(")}
-    topology_of["gossamer(aer)"] = f"aer(workers_per_node={per_node})"
-    plan = make_plan(profile, [hosts], topologies=list(topology_of.values()))
-    return [
-        _point(plan, row, topology_of.get(row.method, row.method), hosts, network, variance)
-        for row in rows
-        if row.method != PROFILE
-    ]
-
-
-def _point(plan: Plan, row: Row, name: str, hosts: int, network: str, variance: float) -> Point:
-    predicted = next(each for each in plan.rows if each.method == name)
-    return Point(
-        hosts=hosts,
-        network=network,
-        variance=variance,
-        method=row.method,
-        measured_ms=row.ms_per_step,
-        lowest_ms=row.ms_lowest,
-        highest_ms=row.ms_highest,
-        predicted_ms=1e3 * predicted.prediction.mean_s,
-        cpu=row.cpu,
-        saturated=row.saturated,
-        advised=plan.advice[0].method == name,
-    )
+def gossiping_on(method: str) -> str:
+    """Return the topology of a method that gossips, and nothing for others."""
+    return method.removeprefix("gossamer(")[:-1] if method.startswith("gossamer(") else ""
 
 
 def _layout(hosts: int, network: str) -> Layout:
     if "/" not in network:
         return one_switch(hosts, network)
+    if hosts % 2:
+        raise UserError(f"two nodes need an even number of hosts, got {hosts}; give --hosts 8")
     return parse_layout(f"2x{hosts // 2}:{network}")
 
 

@@ -24,9 +24,11 @@ class Point:
     network: str
     variance: float
     method: str
-    measured_ms: float
-    lowest_ms: float
-    highest_ms: float
+    measured_ms: float | None
+    """Mean over hosts and steps, median of rounds; None where the method failed."""
+
+    lowest_ms: float | None
+    highest_ms: float | None
     predicted_ms: float
     cpu: float
     saturated: bool
@@ -35,8 +37,8 @@ class Point:
 
     @property
     def error(self) -> float:
-        """Relative error of the prediction."""
-        return self.predicted_ms / self.measured_ms - 1
+        """Relative error of the prediction; not a number where nothing was measured."""
+        return self.predicted_ms / (self.measured_ms or math.nan) - 1
 
     @property
     def setting(self) -> tuple[int, str, float]:
@@ -50,8 +52,11 @@ class Score:
     """Over all points that count."""
 
     points: int
-    left_out: int
-    """Measured with saturated processors."""
+    saturated: int
+    """Left out: measured with saturated processors."""
+
+    failed: int
+    """Left out: not measured."""
 
     median_error: float
     worst_error: float
@@ -60,8 +65,10 @@ class Score:
 
     ranked_right: float
     settings: int
+    """Whose advised method counts."""
+
     worst_advice: float
-    """By how much the advised method was slower than the fastest measured one, at worst."""
+    """By how much the advised method was slower than the fastest that counts, at worst."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return it for a JSON line; null where there is nothing to score."""
@@ -73,20 +80,21 @@ class Score:
 
 def score(points: Sequence[Point]) -> Score:
     """Return how good predictions were."""
-    counted = [p for p in points if not p.saturated and math.isfinite(p.measured_ms)]
-    errors = [abs(point.error) for point in counted]
+    counted = [(p, p.measured_ms) for p in points if p.measured_ms is not None and not p.saturated]
+    errors = [abs(point.error) for point, _ in counted]
     right: list[bool] = []
     slower: list[float] = []
-    for setting in dict.fromkeys(point.setting for point in counted):
-        own = [point for point in counted if point.setting == setting]
-        for a, b in itertools.combinations(own, 2):
-            if max(a.measured_ms, b.measured_ms) > (1 + APART) * min(a.measured_ms, b.measured_ms):
-                right.append((a.measured_ms < b.measured_ms) == (a.predicted_ms < b.predicted_ms))
-        fastest = min(point.measured_ms for point in own)
-        slower += [point.measured_ms / fastest - 1 for point in own if point.advised]
+    for setting in dict.fromkeys(point.setting for point, _ in counted):
+        own = [(point, ms) for point, ms in counted if point.setting == setting]
+        for (a, a_ms), (b, b_ms) in itertools.combinations(own, 2):
+            if max(a_ms, b_ms) > (1 + APART) * min(a_ms, b_ms):
+                right.append((a_ms - b_ms) * (a.predicted_ms - b.predicted_ms) > 0)
+        fastest = min(ms for _, ms in own)
+        slower += [ms / fastest - 1 for point, ms in own if point.advised]
     return Score(
         points=len(counted),
-        left_out=len(points) - len(counted),
+        saturated=sum(point.saturated for point in points),
+        failed=sum(point.measured_ms is None for point in points),
         median_error=statistics.median(errors or [math.nan]),
         worst_error=max(errors, default=math.nan),
         pairs=len(right),
@@ -107,10 +115,14 @@ def table(points: Sequence[Point]) -> Table:
             p.network,
             f"{p.variance:g}",
             f"{'→ ' if p.advised else ''}{p.method}",
-            f"{p.measured_ms:.0f}{'*' if p.saturated else ''}",
-            f"{p.lowest_ms:.0f}–{p.highest_ms:.0f}",
-            f"{p.predicted_ms:.0f}",
+            f"{_ms(p.measured_ms)}{'*' if p.saturated else ''}",
+            f"{_ms(p.lowest_ms)}–{_ms(p.highest_ms)}",
+            _ms(p.predicted_ms),
             f"{p.error:+.1%}",
             f"{p.cpu:.0%}",
         )
     return table
+
+
+def _ms(milliseconds: float | None) -> str:
+    return "failed" if milliseconds is None else f"{milliseconds:.0f}"

@@ -13,7 +13,13 @@ from gossamer.lab.compute import EmulatedModel
 from gossamer.runtime_model.measure import measure
 
 PROFILE = "profile"
+AER = "gossamer(aer)"
 PATH, STEPS = "GOSSAMER_PROFILE_PATH", "GOSSAMER_PROFILE_STEPS"
+
+
+def aer_of(workers_per_node: int) -> str:
+    """Return AER on the nodes that there are; where each host is a node, on hosts in pairs."""
+    return f"aer(workers_per_node={max(2, workers_per_node)})"
 
 
 def profiled(model: nn.Module, workers: Workers) -> Step:
@@ -30,7 +36,5 @@ def profiled(model: nn.Module, workers: Workers) -> Step:
 
 if __name__ == "__main__":
     METHODS[PROFILE] = profiled
-    # The graph of the nodes that there are; where each host is a node, hosts in pairs.
-    per_node = max(2, int(os.environ["LOCAL_WORLD_SIZE"]))
-    METHODS["gossamer(aer)"] = partial(gossip, topology=f"aer(workers_per_node={per_node})")
+    METHODS[AER] = partial(gossip, topology=aer_of(int(os.environ["LOCAL_WORLD_SIZE"])))
     main()
