@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from pathlib import Path
 from unittest import mock
@@ -16,8 +17,9 @@ import gossamer
 from benchmarks.runtime_model.score import Point, score
 from gossamer.errors import UserError
 from gossamer.lab.compute import EmulatedModel
-from gossamer.runtime_model import links, measure, read_profile
+from gossamer.runtime_model import links, make_plan, measure, read_profile
 from gossamer.runtime_model.measure import measure as measure_loop
+from gossamer.runtime_model.presets import LINKS
 from tests.pool import ProcessPool
 
 SIZE = 400_000
@@ -35,20 +37,25 @@ def train(path: Path, kind: str) -> int:
         model = EmulatedModel(
             num_params=SIZE, num_layers=2, forward_s=FORWARD_S, backward_s=BACKWARD_S
         )
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        measure_loop(model, optimizer, path, steps=4, warmup=1, name=kind)
+        wrapped: nn.Module = DistributedDataParallel(model) if kind == "ddp first" else model
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.01)
+        measure_loop(wrapped, optimizer, path, steps=4, warmup=1, name=kind)
         gossip = gossamer.decentralize(model, optimizer) if kind == "gossip" else None
-        wrapped = DistributedDataParallel(model) if kind == "ddp" else model
+        if kind == "ddp":
+            wrapped = DistributedDataParallel(model)
         for _ in range(7):
+            with torch.no_grad():  # an evaluation, which is not training
+                model(torch.ones(2, model.width))
             optimizer.zero_grad()
             wrapped(torch.ones(2, model.width)).mean().backward()
             optimizer.step()
+            optimizer.step()  # one more, as some loops do: no step of its own
         if gossip is not None:
             gossip.close()
     return len(model._forward_hooks) + len(optimizer._optimizer_step_post_hooks)
 
 
-@pytest.mark.parametrize("kind", ["local", "gossip", "ddp"])
+@pytest.mark.parametrize("kind", ["local", "gossip", "ddp", "ddp first"])
 def test_a_loop_is_timed_by_two_lines(pool: ProcessPool, tmp_path: Path, kind: str) -> None:
     """Compute is what was slept for, whoever communicates; the hooks are gone at the end."""
     left = pool.run(train, tmp_path / "profile.json", kind)
@@ -61,7 +68,52 @@ def test_a_loop_is_timed_by_two_lines(pool: ProcessPool, tmp_path: Path, kind: s
     assert profile.num_bytes == pytest.approx(4 * SIZE, rel=0.01)
     assert len(profile.factors) == 4 * 4
     assert len(profile.pairs) == 6
+    assert profile.network.between is not None
     assert profile.network.between.bits_s > 1e6
+
+
+def train_in_parts(path: Path) -> None:
+    """Profile a model one half of which has no gradient, in one node."""
+    with (
+        mock.patch.object(links, "_WINDOW_S", 0.004),
+        mock.patch.object(measure, "_TINY_STEPS", 3),
+        mock.patch.dict(os.environ, {"LOCAL_WORLD_SIZE": "4"}),
+    ):
+        model = nn.ModuleList([nn.Linear(8, 8, bias=False) for _ in range(2)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        measure_loop(model, optimizer, path, steps=2, warmup=1)
+        for _ in range(3):
+            used = model[dist.get_rank() % 2]
+            model.forward = used.forward  # another half on every second rank
+            model(torch.ones(1, 8)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_parameters_without_a_gradient_travel_too(pool: ProcessPool, tmp_path: Path) -> None:
+    """Ranks that use different parameters agree on buckets that hold all of them; a profile of one
+    node has no link between nodes, and a plan says where it needs one.
+    """
+    pool.run(train_in_parts, tmp_path / "profile.json")
+    profile = read_profile(tmp_path / "profile.json")
+    assert profile.num_bytes == 2 * 8 * 8 * 4
+    assert profile.network.between is None
+    assert make_plan(profile, [4]).advice[0].workers == 4
+    with pytest.raises(UserError, match="gossamer plan --link 25gbit"):
+        make_plan(profile, [8])
+    assert make_plan(profile.with_between(LINKS["25gbit"]), [8]).advice[0].workers == 8
+
+
+def test_a_loop_that_is_too_short_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """Whoever waits for a file that never comes learns how many steps were missing."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    watch = measure._Stopwatch(model, optimizer, list(model.parameters()), 1, 2, mock.Mock())
+    atexit.unregister(watch._warn)
+    model(torch.ones(1)).backward()
+    optimizer.step()
+    watch._warn()
+    assert "needs 3 steps of the optimizer, warm-up included, got 1" in caplog.text
 
 
 def test_buckets_are_filled_as_ddp_fills_them() -> None:
@@ -106,7 +158,7 @@ def test_pairs_of_many_ranks_are_neighbours_inside_and_across() -> None:
     assert {first // 8 == second // 8 for first, second in chosen} == {True, False}
 
 
-def point(method: str, measured: float, predicted: float, **changes: object) -> Point:
+def point(method: str, measured: float | None, predicted: float, **changes: object) -> Point:
     fields: dict[str, object] = {"saturated": False, "advised": False, **changes}
     return Point(
         hosts=4,
@@ -129,9 +181,10 @@ def test_the_score_counts_errors_ranks_and_advice() -> None:
         point("b", 98, 120),
         point("c", 200, 90),
         point("d", 10, 1000, saturated=True),
+        point("e", None, 1000),
     ]
     result = score(points)
-    assert (result.points, result.left_out, result.pairs) == (3, 1, 2)
+    assert (result.points, result.saturated, result.failed, result.pairs) == (3, 1, 1, 2)
     assert result.worst_error == pytest.approx(0.55)
     assert result.ranked_right == 0
     assert result.worst_advice == pytest.approx(100 / 98 - 1)

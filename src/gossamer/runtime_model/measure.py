@@ -6,6 +6,9 @@ steps all ranks' times are gathered and rank 0 writes the profile.
 
 from __future__ import annotations
 
+import atexit
+import logging
+import math
 import os
 import platform
 import statistics
@@ -33,6 +36,8 @@ from gossamer.runtime_model.links import measure_network
 from gossamer.runtime_model.presets import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from gossamer.runtime_model.profile import Bucket, Hooks, Profile, write_profile
 
+_log = logging.getLogger(__name__)
+
 _MOST_FACTORS = 2000
 _PASSES = 5
 _WARMUP = 5
@@ -51,12 +56,12 @@ def measure(
 ) -> None:
     """Measure the training loop around this model, and write its profile.
 
-    A collective call: every rank makes it, before ``decentralize`` or DDP takes the model. The
-    links are measured at once; compute as the loop goes on. After ``warmup + steps`` steps of the
-    optimizer rank 0 writes the file, the hooks are gone and training continues.
+    A collective call: every rank makes it, after the optimizer is made and before ``decentralize``.
+    The links are measured at once; compute as the loop goes on. After ``warmup + steps`` steps of
+    the optimizer rank 0 writes the file, the hooks are gone and training continues.
 
     Args:
-        model: what is trained; the loop calls it, or a wrapper of it.
+        model: what is trained, in DDP or not; the loop calls it, or a wrapper of it.
         optimizer: its optimizer; or several, which each take one step per step of training.
         path: where rank 0 writes the profile.
         steps: how many steps are measured.
@@ -127,7 +132,8 @@ class _Stopwatch:
         self._model = model
         self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
         self._trained = trained
-        self._warmup, self._num_steps, self._finish = warmup, steps, finish
+        self._warmup, self._num_steps, self._finish = warmup, warmup + steps, finish
+        atexit.register(self._warn)
         self._synchronize = trained[0].device.type != "cpu"
         self._steps: list[_Step] = []
         self._now = _Step(self._clock())
@@ -149,10 +155,12 @@ class _Stopwatch:
         return time.perf_counter()
 
     def _forward_starts(self, *_: Any) -> None:
-        if len(self._steps) == self._warmup + self._num_steps:
+        if self._done:
             # Only now: an optimizer walks through its hooks while they run.
             for hook in self._hooks:
                 hook.remove()
+            return
+        if not torch.is_grad_enabled():  # an evaluation
             return
         if self._late is None:
             # Registered only now, so that it comes after the hook in which gossip waits and mixes.
@@ -164,7 +172,8 @@ class _Stopwatch:
             self._now.forward_start = self._clock()
 
     def _forward_ends(self, *_: Any) -> None:
-        self._now.forward_end = self._clock()
+        if torch.is_grad_enabled():
+            self._now.forward_end = self._clock()
 
     def _ready(self, index: int, _: Tensor) -> None:
         self._now.ready[index] = self._clock()
@@ -176,12 +185,27 @@ class _Stopwatch:
         self._now.update_start = self._clock()
 
     def _update_ends(self, *_: Any) -> None:
+        if self._done:
+            return
         self._now.update_end = self._clock()
         if self._now.ready and self._now.forward_start:
             self._steps.append(self._now)
         self._now = _Step(self._clock())
-        if len(self._steps) == self._warmup + self._num_steps:
+        if self._done:
+            atexit.unregister(self._warn)
             self._finish(self._trained, self._steps[self._warmup :])
+
+    @property
+    def _done(self) -> bool:
+        return len(self._steps) == self._num_steps
+
+    def _warn(self) -> None:
+        _log.warning(
+            "no profile was written: it needs %d steps of the optimizer, warm-up included, got %d; "
+            "train for longer, or pass a smaller steps=",
+            self._num_steps,
+            len(self._steps),
+        )
 
 
 def _finish(
@@ -192,10 +216,13 @@ def _finish(
     steps: list[_Step],
 ) -> None:
     """Gather all ranks' times and write the profile; a collective call."""
-    order = sorted(steps[-1].ready, key=lambda index: steps[-1].ready[index])
-    parts = _assign(order, trained)
+    # Rank 0's buckets for all, with those last whose parameters had no gradient: they travel, too.
+    ready = steps[-1].ready
+    order = sorted(range(len(trained)), key=lambda index: ready.get(index, math.inf))
+    chosen = [_assign(order, trained)]
+    dist.broadcast_object_list(chosen, group=group, group_src=0)
+    parts = chosen[0]
     own = {
-        "parts": parts,
         "times": [_times(step, parts) for step in steps],
         "mix_s": _mix_s(sum(p.nbytes for p in trained), trained[0].device),
     }
