@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossamer.errors import UserError
+from gossamer.gossip import transport
 from gossamer.runtime_model import Job, Profile, build, predict, read_profile, write_profile
 from gossamer.runtime_model import closed_forms as closed
-from gossamer.runtime_model.costs import Links, all_reduce, everyone, mix
+from gossamer.runtime_model.costs import SMALLEST_REDUCED, Links, all_reduce, everyone, mix
 from gossamer.runtime_model.factors import split_saving
 from gossamer.runtime_model.model import (
     Compute,
@@ -167,6 +169,30 @@ def test_a_worker_waits_for_its_sends() -> None:
     late[0, 5] = 1.0
     # Worker i receives from i + 1: 4 receives from 5, and 6 sends to it.
     assert np.flatnonzero(exchange.meet(late)[0]).tolist() == [4, 5, 6]
+
+
+def test_pairs_exchange_beside_groups_that_reduce() -> None:
+    """In a round of AER on nodes of two, four workers all-reduce while pairs send one message."""
+    assert SMALLEST_REDUCED == transport._SMALLEST_REDUCED
+    links = replace(flat_links(8), reduce_efficiency=0.5)
+    round = parse("aer(workers_per_node=2)", 8).round(0)
+    sizes = {len(group): group for group in round.groups() or ()}
+    cost = mix(links, round, [1]).cost_WK[:, 0]
+    np.testing.assert_allclose(cost[sizes[2]], 8 / links.port_bits_s[0])
+    np.testing.assert_allclose(cost[sizes[4]], 8 * 2 * 3 / 4 / 0.5 / links.port_bits_s[0])
+
+
+def test_passes_over_parameters_follow_the_round() -> None:
+    """One per message, two for an all-reduce, none where nothing is sent."""
+    job = Job.of(small_profile().replace(mix_s=1.0), 8)
+    alone_s = build("local_sgd(every=1000)", job).compute.total_s
+    for topology, passes in {
+        "one_peer_ring": 1,
+        "ring": 2,
+        "exponential": 3,
+        "complete": 2,
+    }.items():
+        assert build(topology, job).compute.total_s == pytest.approx(alone_s + passes, abs=0.01)
 
 
 @pytest.mark.parametrize(

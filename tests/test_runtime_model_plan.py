@@ -51,6 +51,13 @@ def test_a_slow_network_asks_for_gossip_and_says_why() -> None:
     assert "slow links" in advice.reason
 
 
+def test_a_plan_keeps_the_batch_of_all_workers_where_it_is_asked_to() -> None:
+    """Compute shrinks with the scale, for the rows as for the timeline and the curves."""
+    plan = make_plan(transformer(), [8, 32], topologies=TOPOLOGIES, strong=True)
+    assert plan.job(32).profile.forward_s == pytest.approx(transformer().forward_s / 4)
+    assert plan.job(8).profile.forward_s == pytest.approx(transformer().forward_s)
+
+
 def test_a_fast_network_says_stay_with_ddp() -> None:
     """Where gossip saves next to nothing the exact average is kept, and the reason says so."""
     (advice,) = make_plan(transformer("400gbit").with_compute(20), [8]).advice

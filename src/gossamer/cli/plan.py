@@ -33,6 +33,13 @@ def plan_command(
     strong: Annotated[
         bool, typer.Option("--strong", help="Keep the batch of all workers together.")
     ] = False,
+    link: Annotated[
+        str,
+        typer.Option(
+            help=f"Another link between nodes: {', '.join(names('links'))}.",
+            autocompletion=complete("links"),
+        ),
+    ] = "",
     html: Annotated[Path | None, typer.Option(help="Write timeline and curves as a page.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -44,11 +51,15 @@ def plan_command(
     $ gossamer plan profile.json --topology ring --json
     """
     from gossamer.runtime_model.plan import make_plan
+    from gossamer.runtime_model.presets import link_of
     from gossamer.runtime_model.profile import read_profile
 
     pages = with_endings(html=html)
     given = {"topologies": topology} if topology else {}
-    plan = make_plan(read_profile(profile), _scales(workers), strong=strong, **given)
+    job = read_profile(profile)
+    if link:
+        job = job.with_between(link_of(link))
+    plan = make_plan(job, _scales(workers), strong=strong, **given)
     if as_json:
         _print_json(plan)
     else:

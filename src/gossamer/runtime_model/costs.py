@@ -2,7 +2,12 @@
 
 Every message loads its sender's port, its receiver's, and where it leaves a node the links of both
 nodes. Messages of a round travel together, so a message takes as long as the busiest link on its
-way needs for all that it carries; a worker's part lasts as long as the longest of its messages.
+way needs for all that it carries. A worker's part of bucket k lasts
+
+    c_k = Σ λ_e + 8 · bytes_k · max_e max_ℓ (load_ℓ / rate_ℓ) / η
+
+over its messages e and the links ℓ on their way: latencies λ of the messages it receives, one after
+the other; loads in copies of the bucket; η what such exchanges reach of the links' rate.
 """
 
 # W: workers, M: nodes, K: buckets, E: messages
@@ -20,6 +25,9 @@ from gossamer.runtime_model import profile as profiles
 from gossamer.runtime_model.model import Exchange, Meet
 from gossamer.topology import Round
 from gossamer.topology.round import FloatArray, IntArray
+
+SMALLEST_REDUCED = 3
+"""Of gossip.transport, which is not imported because a plan needs no torch."""
 
 
 @final
@@ -42,6 +50,7 @@ class Links:
     """Whether all-reduces run in stages, and not in one ring."""
 
     reduce_efficiency: float = 1.0
+    pair_efficiency: float = 1.0
     fan_in_efficiency: float = 1.0
 
     @property
@@ -55,16 +64,25 @@ class Links:
         if num_workers < 1:
             raise UserError(f"a cluster has at least one worker, got {num_workers}; give 1 or more")
         node_of = np.arange(num_workers) // network.workers_per_node
+        between = network.between
+        if between is None and node_of[-1] > 0:
+            raise UserError(
+                f"{num_workers} workers in nodes of {network.workers_per_node} need the link "
+                "between nodes, got a profile that was taken on one node; measure on two, or give "
+                "the link, as gossamer plan --link 25gbit"
+            )
+        between = between or network.inside  # of one node alone, which does not use it
         # A worker that has a node for itself has the node's link, and no other.
-        port = network.between if network.workers_per_node == 1 else network.inside
+        port = between if network.workers_per_node == 1 else network.inside
         return cls(
             node_of=node_of,
             port_bits_s=np.full(num_workers, port.bits_s),
-            uplink_bits_s=np.full(int(node_of[-1]) + 1, network.between.bits_s),
+            uplink_bits_s=np.full(int(node_of[-1]) + 1, between.bits_s),
             inside_latency_s=network.inside.latency_s,
-            between_latency_s=network.between.latency_s,
+            between_latency_s=between.latency_s,
             hierarchical=network.all_reduce == "hierarchical",
             reduce_efficiency=network.reduce_efficiency,
+            pair_efficiency=network.pair_efficiency,
             fan_in_efficiency=network.fan_in_efficiency,
         )
 
@@ -92,17 +110,22 @@ def mix(links: Links, round: Round, bucket_bytes: Sequence[int]) -> Exchange:
     ends are there, and its sends must be taken before it goes on.
     """
     groups = round.groups()
-    if groups is not None and round.degree > 1:
-        return Exchange(_within(groups), _reduce_cost(links, groups, bucket_bytes))
+    reduced = reduced_groups(round)
+    cost_WK = _reduce_cost(links, reduced, bucket_bytes)
     matrix = round.matrix().tocoo()
     receivers, senders = (index.astype(np.int64) for index in matrix.coords)
-    between = receivers != senders
-    senders, receivers = senders[between], receivers[between]
+    sent = (receivers != senders) & ~np.isin(receivers, [i for group in reduced for i in group])
+    senders, receivers = senders[sent], receivers[sent]
     per_bit_W = _busiest(links, senders, receivers, np.ones(len(senders)))
-    per_bit_W = np.where(round.in_degrees > 1, per_bit_W / links.fan_in_efficiency, per_bit_W)
+    per_bit_W /= np.where(round.in_degrees > 1, links.fan_in_efficiency, links.pair_efficiency)
     latency_W = _sum_by(receivers, _latency(links, senders, receivers), links.num_workers)
     meet = _within(groups) if groups is not None else _with_neighbours(round)
-    return Exchange(meet, _affine(latency_W, per_bit_W, bucket_bytes))
+    return Exchange(meet, cost_WK + _affine(latency_W, per_bit_W, bucket_bytes))
+
+
+def reduced_groups(round: Round) -> list[IntArray]:
+    """Return the groups of a round that gossip all-reduces; pairs exchange messages."""
+    return [group for group in round.groups() or () if len(group) >= SMALLEST_REDUCED]
 
 
 def all_reduce(links: Links, bucket_bytes: Sequence[int]) -> Exchange:

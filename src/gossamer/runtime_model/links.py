@@ -2,7 +2,8 @@
 
 All ranks make the same calls. Pairs are measured one at a time, in both directions at once, which
 is how gossip exchanges; then all workers of a node with those of the next, which share its link;
-then an all-reduce, and a ring in which each rank receives from two.
+then what links reach while everybody uses them: in pairs, in an all-reduce, and in a ring in which
+each rank receives from two.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gossamer.runtime_model import costs
+from gossamer.runtime_model.model import Exchange
 from gossamer.runtime_model.profile import Link, Network, Pair
-from gossamer.topology import ring
+from gossamer.topology import one_peer_ring, ring
 
 _PROBE_BYTES = 1 << 18
 _MOST_BYTES = 1 << 25
@@ -46,14 +48,15 @@ def measure_network(
     pairs = [probe.pair(*ranks) for ranks in _pairs(probe.size, workers_per_node)]
     inside = [p.link for p in pairs if _same_node(p, workers_per_node)]
     between = [p.link for p in pairs if not _same_node(p, workers_per_node)]
-    apart = _median(between or inside)
-    if between and workers_per_node > 1:
+    apart = _median(between) if between else None
+    if apart is not None and workers_per_node > 1:
         shared_bits_s = probe.node_rate(workers_per_node, apart)
         apart = Link(bits_s=shared_bits_s, latency_s=apart.latency_s)
     network = Network(
         workers_per_node=workers_per_node,
-        inside=_median(inside) if inside else apart,
+        inside=_median(inside or between),
         between=apart,
+        all_reduce="hierarchical" if dist.get_backend(process_group) == "nccl" else "ring",
     )
     efficiencies = probe.efficiencies(costs.Links.of(network, probe.size))
     return Network.model_validate({**network.model_dump(), **efficiencies}), pairs
@@ -65,6 +68,8 @@ class _Probe:
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self._group = group
         self._device = device
+        # Written to once: memory that comes with first use would count as time on the wire.
+        self._memory = [torch.ones(_MOST_BYTES // 4, device=device) for _ in range(3)]
         self.rank, self.size = group.rank(), group.size()
 
     def pair(self, first: int, second: int) -> Pair:
@@ -93,31 +98,45 @@ class _Probe:
             if self.rank < 2 * workers_per_node:
                 seconds = self._time(lambda: self._exchange(partner, num_bytes))
             took.append(self._slowest(seconds))
-        return 8 * num_bytes * workers_per_node / statistics.median(took)
+        return (
+            8 * num_bytes * workers_per_node / max(statistics.median(took) - link.latency_s, 1e-9)
+        )
 
     def efficiencies(self, links: costs.Links) -> dict[str, float]:
-        """Return what an all-reduce and a ring reach of what the links alone would allow."""
+        """Return what pairs, an all-reduce and a ring reach of what the links alone would allow."""
         slowest = float(min(links.port_bits_s.min(), links.uplink_bits_s.min()))
         num_bytes = _bytes_for(slowest / 2)
-        reduced = torch.zeros(num_bytes // 4, device=self._device)
-        expected_s = float(costs.all_reduce(links, [num_bytes]).cost_WK.max())
-        took_s = self._together(lambda: self._all_reduce(reduced))
-        found = {"reduce_efficiency": _clip(expected_s / took_s)}
+        reduce = costs.all_reduce(links, [num_bytes])
+        found = {"reduce_efficiency": self._efficiency(reduce, lambda: self._all_reduce(num_bytes))}
         if self.size > 2:
-            expected_s = float(costs.mix(links, ring(self.size), [num_bytes]).cost_WK.max())
-            took_s = self._together(lambda: self._ring(num_bytes))
-            found["fan_in_efficiency"] = _clip(expected_s / took_s)
+            pairs = costs.mix(links, one_peer_ring(self.size).round(0), [num_bytes])
+            found["pair_efficiency"] = self._efficiency(pairs, lambda: self._pairs(num_bytes))
+            both = costs.mix(links, ring(self.size), [num_bytes])
+            found["fan_in_efficiency"] = self._efficiency(both, lambda: self._ring(num_bytes))
         return found
+
+    def _efficiency(self, expected: Exchange, act: Callable[[], None]) -> float:
+        took: list[float] = []
+        for _ in range(_REPEATS):
+            self._barrier()
+            took.append(self._slowest(self._time(act)))
+        return float(np.clip(expected.cost_WK.max() / statistics.median(took), 0.05, 2.0))
 
     def _exchange(self, peer: int, num_bytes: int) -> None:
         # Posted before it is waited for: two ranks that both send first would wait for ever.
-        outgoing, incoming = (torch.zeros(num_bytes // 4, device=self._device) for _ in range(2))
+        outgoing, incoming, _ = self._tensors(num_bytes)
         self._run([(dist.irecv, incoming, peer), (dist.isend, outgoing, peer)])
+
+    def _pairs(self, num_bytes: int) -> None:
+        """Exchange with the neighbour that the first round of a one-peer ring gives."""
+        peer = self.rank ^ 1
+        if peer < self.size:
+            self._exchange(peer, num_bytes)
 
     def _ring(self, num_bytes: int) -> None:
         """Receive from both neighbours, one after the other, as gossip does."""
         after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        tensors = [torch.zeros(num_bytes // 4, device=self._device) for _ in range(3)]
+        tensors = self._tensors(num_bytes)
         if self._device.type != "cpu":
             sends = [(dist.isend, tensors[0], peer) for peer in (after, before)]
             self._run([(dist.irecv, tensors[1], after), (dist.irecv, tensors[2], before), *sends])
@@ -138,8 +157,11 @@ class _Probe:
         for work in dist.batch_isend_irecv(posted):
             work.wait()
 
-    def _all_reduce(self, tensor: Tensor) -> None:
-        dist.all_reduce(tensor, group=self._group)
+    def _all_reduce(self, num_bytes: int) -> None:
+        dist.all_reduce(self._tensors(num_bytes)[0], group=self._group)
+
+    def _tensors(self, num_bytes: int) -> list[Tensor]:
+        return [memory[: num_bytes // 4] for memory in self._memory]
 
     def _size_for(self, peer: int) -> int:
         """Return how many bytes take about the window; both ranks must use the same."""
@@ -148,13 +170,6 @@ class _Probe:
         other = torch.zeros_like(own)
         self._run([(dist.irecv, other, peer), (dist.isend, own, peer)])
         return int(min(own.item(), other.item()))
-
-    def _together(self, act: Callable[[], None]) -> float:
-        took: list[float] = []
-        for _ in range(_REPEATS):
-            self._barrier()
-            took.append(self._slowest(self._time(act)))
-        return statistics.median(took)
 
     def _time(self, act: Callable[[], None]) -> float:
         began = time.perf_counter()
@@ -203,7 +218,3 @@ def _median(links: list[Link]) -> Link:
         bits_s=statistics.median(link.bits_s for link in links),
         latency_s=statistics.median(link.latency_s for link in links),
     )
-
-
-def _clip(efficiency: float) -> float:
-    return float(np.clip(efficiency, 0.05, 2.0))

@@ -26,7 +26,7 @@ from gossamer.runtime_model.model import (
     whole_step,
 )
 from gossamer.runtime_model.profile import Profile
-from gossamer.topology import Schedule, parse
+from gossamer.topology import Round, Schedule, parse
 
 DDP = "ddp"
 """What all others are compared with."""
@@ -115,10 +115,20 @@ def gossip(job: Job, *, schedule: Schedule, order: Order = whole_step) -> Method
     def exchange(step: int) -> Exchange:
         return of_round(step % schedule.period if schedule.period else step)
 
-    # A message is mixed in one pass; an all-reduce is copied to and from.
-    reduced = [schedule.round(step).degree > 1 for step in range(schedule.period or 8)]
-    compute = job.compute(1 + float(np.mean(reduced)), job.profile.hooks.gossip_s)
+    passes = [_passes(schedule.round(step)) for step in range(schedule.period or 8)]
+    compute = job.compute(float(np.mean(passes)), job.profile.hooks.gossip_s)
     return Method(order, compute, job.links.num_workers, exchange)
+
+
+def _passes(round: Round) -> float:
+    """Return how often a round goes over a worker's parameters, on average over workers.
+
+    A message is mixed in one pass; an all-reduce is copied to and from.
+    """
+    passes_W = round.in_degrees.astype(np.float64)
+    for members in costs.reduced_groups(round):
+        passes_W[members] = 2.0
+    return float(passes_W.mean())
 
 
 LOCAL_STEPS = 4
@@ -141,10 +151,8 @@ def schedule_of(topology: str, job: Job) -> Schedule:
     )
 
 
-def build(name: str, job: Job) -> Method:
-    """Return the method of a name: a row of METHODS, or a topology that gossip uses."""
+def build(name: str, job: Job, order: Order = whole_step) -> Method:
+    """Return the method of a name: a row of METHODS, or a topology that gossip uses in an order."""
     if name in METHODS:
         return METHODS[name](job)
-    topology, atc, _ = name.partition(", atc")
-    order = after_update if atc else whole_step
-    return gossip(job, schedule=schedule_of(topology, job), order=order)
+    return gossip(job, schedule=schedule_of(name, job), order=order)

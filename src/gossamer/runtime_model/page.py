@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,9 +57,12 @@ def write_page(plan: Plan, path: Path) -> None:
             _timelines(plan),
         ),
         ("Where the saving comes from", _SPLIT_NOTE, _splits(plan.advice)),
-        ("Speed-up over the rate between nodes", _note(plan), _sweep_rates(plan)),
         ("Speed-up over the variance of compute time", _note(plan), _sweep_variances(plan)),
     ]
+    between = plan.profile.network.between
+    if between is not None:
+        rates = _sweep_rates(plan, between.bits_s / 1e9)
+        figures.append(("Speed-up over the rate between nodes", _note(plan), rates))
     parts = [_heading(plan), *(_scale(plan, advice) for advice in plan.advice)]
     parts.append(f'<p class="note">{html.escape(LEGEND)}</p>')
     for index, (title, note, figure) in enumerate(figures):
@@ -110,8 +114,8 @@ def _scale(plan: Plan, advice: Advice) -> str:
 
 def _timelines(plan: Plan) -> Figure:
     """Draw DDP above the advised gossip, or the fastest where the advice is DDP."""
-    advice = plan.advice[-1]
-    job = Job.of(plan.profile, advice.workers)
+    advice = max(plan.advice, key=lambda each: each.workers)
+    job = plan.job(advice.workers)
     chosen = advice.method
     if chosen == DDP:
         here = [row for row in plan.rows if row.workers == advice.workers]
@@ -181,34 +185,37 @@ def _splits(advice: Sequence[Advice]) -> Figure:
     return _finish(figure, 340)
 
 
-def _sweep_rates(plan: Plan) -> Figure:
-    gbit = plan.profile.network.between.bits_s / 1e9
-    figure = _sweep(plan, _RATES.tolist(), plan.profile.with_rate, gbit)
+def _sweep_rates(plan: Plan, gbit: float) -> Figure:
+    figure = _sweep(plan, _RATES.tolist(), Profile.with_rate, gbit)
     figure.update_xaxes(type="log", title_text="Gbit/s between nodes")
     figure.add_vline(x=gbit, line=_HERE)
     return figure
 
 
 def _sweep_variances(plan: Plan) -> Figure:
-    figure = _sweep(plan, _VARIANCES, plan.profile.with_variance)
+    figure = _sweep(plan, _VARIANCES, Profile.with_variance)
     figure.update_xaxes(title_text="variance of the normalized compute time")
     figure.add_vline(x=plan.profile.variance, line=_HERE)
     return figure
 
 
 def _sweep(
-    plan: Plan, values: Sequence[float], change: Callable[[float], Profile], unit: float = 1.0
+    plan: Plan,
+    values: Sequence[float],
+    change: Callable[[Profile, float], Profile],
+    unit: float = 1.0,
 ) -> Figure:
     workers = _largest(plan)
     names = [row.method for row in plan.rows if row.workers == workers and row.method != DDP]
-    jobs = [Job.of(change(value), workers) for value in values]
+    profile = plan.job(workers).profile
+    jobs = [Job.of(change(profile, value), workers) for value in values]
 
     def seconds(name: str) -> list[float]:
         return [predict(build(name, job), job.trials(_TRIALS)).mean_s for job in jobs]
 
     ddp = np.asarray(seconds(DDP))
     figure = subplots(rows=1, cols=1)
-    for color, name in zip(PALETTE, names, strict=False):
+    for color, name in zip(itertools.cycle(PALETTE), names, strict=False):
         figure.add_scatter(
             x=[value * unit for value in values],
             y=ddp / np.asarray(seconds(name)),

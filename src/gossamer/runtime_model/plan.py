@@ -71,10 +71,17 @@ class Plan:
     """A profile's methods at several scales."""
 
     profile: Profile
+    strong: bool
+    """Whether the batch of all workers together stays the profile's, at every scale."""
+
     rows: tuple[Row, ...]
     advice: tuple[Advice, ...]
     missing: dict[str, str]
     """Topologies that cannot be built at some scale, and why."""
+
+    def job(self, workers: int) -> Job:
+        """Return the job at one of the scales."""
+        return _job(self.profile, workers, strong=self.strong)
 
 
 def make_plan(
@@ -101,9 +108,8 @@ def make_plan(
     rows: list[Row] = []
     advice: list[Advice] = []
     missing: dict[str, str] = {}
-    for scale in workers:
-        factor = profile.workers / scale if strong else 1.0
-        job = Job.of(profile.with_compute(factor), scale)
+    for scale in dict.fromkeys(workers):
+        job = _job(profile, scale, strong=strong)
         of_scale = _rows(job, topologies, missing)
         if all(row.method in METHODS for row in of_scale):
             raise UserError(
@@ -112,7 +118,18 @@ def make_plan(
             )
         rows += of_scale
         advice.append(_advise(job, of_scale))
-    return Plan(profile=profile, rows=tuple(rows), advice=tuple(advice), missing=missing)
+    return Plan(
+        profile=profile,
+        strong=strong,
+        rows=tuple(rows),
+        advice=tuple(advice),
+        missing=missing,
+    )
+
+
+def _job(profile: Profile, workers: int, *, strong: bool) -> Job:
+    factor = profile.workers / workers if strong else 1.0
+    return Job.of(profile.with_compute(factor), workers)
 
 
 def _rows(job: Job, topologies: Sequence[str], missing: dict[str, str]) -> list[Row]:

@@ -87,10 +87,13 @@ def from_data_sheet(
         variance: of the normalized compute time; 0.0017 for images and 0.0134 for sentences have
             been measured (arXiv:2410.11998).
     """
-    chosen, between = _find(GPUS, gpu, "gpu"), _find(LINKS, link, "link")
-    for name, value in {"parameters": parameters, "flops": flops, "efficiency": efficiency}.items():
-        if not 0 < value < math.inf:
-            raise UserError(f"{name} must be above 0, got {value}; see --help for what is meant")
+    chosen, between = _find(GPUS, gpu, "gpu"), link_of(link)
+    least = {"parameters": (parameters, 1), "flops": (flops, 1), "variance": (variance, 0)}
+    for name, (value, smallest) in least.items():
+        if not smallest <= value < math.inf:
+            raise UserError(f"{name} must be {smallest} or more, got {value}; see --help")
+    if not 0 < efficiency <= 1:
+        raise UserError(f"efficiency must be above 0 and at most 1, got {efficiency}; see --help")
     compute_s = flops / (chosen.flops * efficiency)
     sizes = bucket_sizes(round(parameters) * 4)
     return Profile(
@@ -115,6 +118,11 @@ def from_data_sheet(
         ),
         environment={"source": "data sheets"},
     )
+
+
+def link_of(name: str) -> Link:
+    """Return the link of a name in LINKS."""
+    return _find(LINKS, name, "link")
 
 
 def bucket_sizes(num_bytes: int) -> list[int]:

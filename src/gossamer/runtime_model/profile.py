@@ -57,14 +57,17 @@ class Network(_Value):
     inside: Link
     """A worker's link to others of its node; not used where a node has one worker."""
 
-    between: Link
-    """A node's link to all others, which its workers share."""
+    between: Link | None = None
+    """A node's link to all others, which its workers share; None where there was one node."""
 
     all_reduce: Literal["ring", "hierarchical"] = "ring"
     """One ring of all workers, as Gloo, or stages inside and between nodes, as NCCL."""
 
     reduce_efficiency: float = Field(default=1.0, gt=0, le=2)
     """Rate of an all-reduce over that of the links it crosses."""
+
+    pair_efficiency: float = Field(default=1.0, gt=0, le=2)
+    """Rate of two workers' exchange while all others exchange in pairs, over that of two alone."""
 
     fan_in_efficiency: float = Field(default=1.0, gt=0, le=2)
     """Rate at which a worker receives from two others over that from one."""
@@ -141,9 +144,14 @@ class Profile(_Value):
 
     def with_rate(self, factor: float) -> Profile:
         """Return the profile with links between nodes this much faster."""
-        network = self.network.model_dump()
-        network["between"]["bits_s"] *= factor
-        return self.replace(network=network)
+        between = self.network.between
+        if between is None:
+            return self
+        return self.with_between(Link(bits_s=between.bits_s * factor, latency_s=between.latency_s))
+
+    def with_between(self, link: Link) -> Profile:
+        """Return the profile with another link between nodes."""
+        return self.replace(network=self.network.model_dump() | {"between": link})
 
     def with_variance(self, variance: float) -> Profile:
         """Return the profile with another variance of compute times."""

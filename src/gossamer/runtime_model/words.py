@@ -17,11 +17,12 @@ HEADINGS = ("method", "ms", "5–95 %", "waits", "gain", "MB", "p", "exact")
 def describe(profile: Profile) -> str:
     """Return a profile in one line."""
     network = profile.network
-    nodes = f", nodes of {network.workers_per_node}" if network.workers_per_node > 1 else ""
+    links = f", nodes of {network.workers_per_node}" if network.workers_per_node > 1 else ""
+    if network.between is not None:
+        links += f", {network.between.bits_s / 1e9:.3g} Gbit/s between nodes"
     return (
         f"{profile.name}: {profile.num_bytes / 1e6:.3g} MB in {len(profile.buckets)} buckets, "
-        f"{1e3 * profile.compute_s:.3g} ms of compute (variance {profile.variance:.2g}){nodes}, "
-        f"{network.between.bits_s / 1e9:.3g} Gbit/s between nodes"
+        f"{1e3 * profile.compute_s:.3g} ms of compute (variance {profile.variance:.2g}){links}"
     )
 
 
