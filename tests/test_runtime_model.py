@@ -18,6 +18,7 @@ from gossamer.runtime_model import Job, Profile, build, predict, read_profile, w
 from gossamer.runtime_model import closed_forms as closed
 from gossamer.runtime_model.costs import SMALLEST_REDUCED, Links, all_reduce, everyone, mix
 from gossamer.runtime_model.factors import split_saving
+from gossamer.runtime_model.methods import gossip
 from gossamer.runtime_model.model import (
     Compute,
     Exchange,
@@ -193,6 +194,17 @@ def test_passes_over_parameters_follow_the_round() -> None:
         "complete": 2,
     }.items():
         assert build(topology, job).compute.total_s == pytest.approx(alone_s + passes, abs=0.01)
+
+
+def test_a_graph_that_thins_out_is_modelled_over_the_whole_run() -> None:
+    """Ada's first steps are its most expensive; a run has later ones, too."""
+    job = Job.of(small_profile(), 16)
+    schedule = parse("ada(k0=12, gamma=1, steps_per_epoch=96)", 16)
+    first, whole = (
+        predict(gossip(job, schedule=schedule, num_steps=steps)).mean_s for steps in (96, 960)
+    )
+    ring_s = predict(build("ring", job)).mean_s
+    assert ring_s < whole < first
 
 
 @pytest.mark.parametrize(

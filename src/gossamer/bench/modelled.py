@@ -34,7 +34,7 @@ class ModelledTime:
                 f"{spec.control!r} and {spec.gossip_steps} gossip steps; use a budget of bytes or "
                 "of measured time"
             )
-        same = (spec.workers, spec.topology, spec.order, spec.steps_per_epoch)
+        same = (spec.workers, spec.topology, spec.order, spec.steps_per_epoch, spec.num_steps)
         if same not in self._known:
             self._known[same] = self._iteration_s(spec)
         return max(1, int(self._seconds / self._known[same]))
@@ -45,5 +45,5 @@ class ModelledTime:
             method = ddp(job)
         else:
             order = whole_step if spec.order == "awc" else after_update
-            method = gossip(job, schedule=spec.schedule, order=order)
+            method = gossip(job, schedule=spec.schedule, order=order, num_steps=spec.num_steps)
         return predict(method, job.trials()).mean_s

@@ -14,6 +14,7 @@ import numpy as np
 from gossamer.runtime_model import costs
 from gossamer.runtime_model.costs import Links
 from gossamer.runtime_model.model import (
+    ITERATIONS,
     Compute,
     Exchange,
     Method,
@@ -105,17 +106,30 @@ def post_local_sgd(job: Job, *, period: int) -> Method:
     )
 
 
-def gossip(job: Job, *, schedule: Schedule, order: Order = whole_step) -> Method:
-    """Mixing of parameters on a schedule of rounds."""
+def gossip(
+    job: Job, *, schedule: Schedule, order: Order = whole_step, num_steps: int = ITERATIONS
+) -> Method:
+    """Mixing of parameters on a schedule of rounds.
+
+    Args:
+        job: what is trained.
+        schedule: the rounds.
+        order: of an iteration.
+        num_steps: of training, over which the rounds of the model are spread where they do not
+            repeat, as Ada's; by default the first ones.
+    """
+    period, stride = schedule.period or ITERATIONS, 1
+    if schedule.period is None:
+        stride = max(1, num_steps // ITERATIONS)
 
     @cache
-    def of_round(step: int) -> Exchange:
-        return costs.mix(job.links, schedule.round(step), job.bucket_bytes)
+    def of_round(index: int) -> Exchange:
+        return costs.mix(job.links, schedule.round(index * stride), job.bucket_bytes)
 
     def exchange(step: int) -> Exchange:
-        return of_round(step % schedule.period if schedule.period else step)
+        return of_round(step % period)
 
-    passes = [_passes(schedule.round(step)) for step in range(schedule.period or 8)]
+    passes = [_passes(schedule.round(index * stride)) for index in range(period)]
     compute = job.compute(float(np.mean(passes)), job.profile.hooks.gossip_s)
     return Method(order, compute, job.links.num_workers, exchange)
 

@@ -169,6 +169,9 @@ def resampled(factors: Sequence[float]) -> Draw:
 
 _EVEN = gamma(0.0)
 
+ITERATIONS = 96
+"""Those that a prediction counts; a multiple of most periods."""
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,8 +180,7 @@ class Trials:
 
     draw: Draw = _EVEN
     num_trials: int = 1
-    iterations: int = 96
-    """Counted ones; a multiple of most periods."""
+    iterations: int = ITERATIONS
 
     warmup: int = 32
     """Iterations before those that count, in which waiting spreads from worker to worker."""
