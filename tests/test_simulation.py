@@ -20,6 +20,7 @@ from torch.optim import SGD, Adafactor, AdamW
 from gossamer import Simulation, decentralize
 from gossamer.errors import UserError
 from gossamer.simulate import Centralized, mix_, worker_seed
+from gossamer.simulate.gradients import _count
 from gossamer.simulate.memory import free_bytes, group_bytes
 from gossamer.topology import Round, parse, ring
 from tests import tasks
@@ -199,6 +200,18 @@ def test_a_worker_that_does_not_fit_is_tried_alone_and_said() -> None:
     run(sim, task, steps=3)
     assert set(evaluated) == {1}
     assert_same(sim, run(make(task), task))
+
+
+def test_memory_that_is_kept_is_counted_by_storage() -> None:
+    """A part of a tensor keeps all of it; one number that stands for many is one."""
+
+    def evaluate(given: Tensor) -> Tensor:
+        large = given * 2
+        return (large[:3] * given.sum().expand(3)).sin().sum()
+
+    saved: dict[int, int] = {}
+    _count(evaluate, saved, torch.ones(100, requires_grad=True))  # pyright: ignore[reportArgumentType]
+    assert sorted(saved.values()) == [4, 12, 400]
 
 
 @pytest.mark.filterwarnings("ignore:activations of one worker")

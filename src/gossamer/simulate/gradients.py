@@ -341,7 +341,7 @@ def _count(evaluate: Evaluate, saved: dict[int, int], *given: Any) -> Tensor:
 
     def pack(tensor: Tensor) -> Tensor:
         if _address(tensor) not in known:
-            saved[_address(tensor)] = tensor.nbytes
+            saved[_address(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
     def unpack(tensor: Tensor) -> Tensor:
