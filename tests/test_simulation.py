@@ -22,6 +22,7 @@ from gossamer.errors import UserError
 from gossamer.simulate import Centralized, mix_, worker_seed
 from gossamer.simulate.gradients import _count
 from gossamer.simulate.memory import free_bytes, group_bytes
+from gossamer.simulate.mixing import _nothing, _plan
 from gossamer.topology import Round, parse, ring
 from tests import tasks
 from tests.catalogue import ALL_TOPOLOGIES
@@ -569,6 +570,12 @@ def test_mixing_is_the_matrix_product(text: str, num_workers: int) -> None:
         expected = np.tensordot(schedule.round(step).matrix().toarray(), x_WN.numpy(), axes=1)
         mix_(x_WN, schedule.round(step))
         np.testing.assert_allclose(x_WN.numpy(), expected, rtol=0, atol=1e-13)
+
+
+def test_a_round_without_neighbours_costs_nothing() -> None:
+    """Between the averages of local SGD memory is not even read."""
+    round = parse("local_sgd(every=4)", 8).round(0)
+    assert _plan(round, torch.float32, torch.device("cpu")) is _nothing
 
 
 def test_norms_and_distance_by_their_definitions() -> None:
