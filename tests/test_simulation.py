@@ -851,6 +851,13 @@ def test_what_cannot_work_is_refused_at_construction(options: dict[str, Any], me
         make(**options)
 
 
+@pytest.mark.parametrize("kind", [Simulation, Centralized])
+def test_a_frozen_model_is_refused(kind: Any) -> None:
+    """In our words, not in those of torch's optimizer."""
+    with pytest.raises(UserError, match="must have trainable parameters, got none"):
+        kind(MLP.make().requires_grad_(False), MLP.loss, sgd, 6)
+
+
 def test_batches_must_have_a_row_per_worker() -> None:
     """A missing or wrong leading dimension is refused before anything is computed."""
     sim = make()

@@ -19,7 +19,7 @@ from gossamer.errors import UserError
 from gossamer.simulate.batches import check_workers, select
 from gossamer.simulate.gradients import Evaluate, Loss, PerWorker
 from gossamer.simulate.memory import room
-from gossamer.simulate.update import MakeOptimizer, build, try_out
+from gossamer.simulate.update import MakeOptimizer, build, trained_parameters, try_out
 
 
 @final
@@ -59,7 +59,7 @@ class Centralized:
         self.num_steps = 0
         self.num_workers = workers
         self._model = copy.deepcopy(model).to(dtype)
-        self._trained = {n: p for n, p in self._model.named_parameters() if p.requires_grad}
+        self._trained = trained_parameters(self._model)
         self._buffers = dict(self._model.named_buffers())
         self.optimizer: Optimizer = build(optimizer, list(self._trained.values()))
         """The optimizer, for learning-rate schedulers."""

@@ -42,7 +42,7 @@ from gossamer.simulate.batches import check_workers, select
 from gossamer.simulate.gradients import Evaluate, Loss, PerWorker
 from gossamer.simulate.memory import room
 from gossamer.simulate.mixing import check_round, mix_
-from gossamer.simulate.update import MakeOptimizer, make_update, try_out
+from gossamer.simulate.update import MakeOptimizer, make_update, trained_parameters, try_out
 from gossamer.statistics import policy_of, running_statistics
 from gossamer.topology import Round, Schedule, as_schedule
 from gossamer.topology.round import FloatArray
@@ -103,11 +103,7 @@ class Simulation:
 
         # - One worker
         self._model = copy.deepcopy(model).to(dtype)
-        trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
-        if not trained:
-            raise UserError(
-                "the model must have trainable parameters, got none; set requires_grad on some"
-            )
+        trained = trained_parameters(self._model)
         trial = try_out(optimizer, list(trained.values()))
         left = room(
             memory_gb,

@@ -58,6 +58,16 @@ class Trial(NamedTuple):
     """Memory of one worker's optimizer state."""
 
 
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that an optimizer is given, by name."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trained:
+        raise UserError(
+            "the model must have trainable parameters, got none; set requires_grad on some"
+        )
+    return trained
+
+
 def make_update(make: MakeOptimizer, stacked: list[nn.Parameter], trial: Trial) -> Update:
     """Return an optimizer on stacked parameters, or one per worker where that is not the same."""
     return (
