@@ -20,7 +20,7 @@ from torch.optim import SGD, Adafactor, AdamW
 from gossamer import Simulation, decentralize
 from gossamer.errors import UserError
 from gossamer.simulate import Centralized, mix_, worker_seed
-from gossamer.simulate.gradients import _count
+from gossamer.simulate.gradients import Part, _count
 from gossamer.simulate.memory import free_bytes, group_bytes
 from gossamer.simulate.mixing import _nothing, _plan
 from gossamer.topology import Round, parse, ring
@@ -206,12 +206,12 @@ def test_a_worker_that_does_not_fit_is_tried_alone_and_said() -> None:
 def test_memory_that_is_kept_is_counted_by_storage() -> None:
     """A part of a tensor keeps all of it; one number that stands for many is one."""
 
-    def evaluate(given: Tensor) -> Tensor:
-        large = given * 2
-        return (large[:3] * given.sum().expand(3)).sin().sum()
+    def evaluate(part: Part) -> Tensor:
+        large = part.inputs * 2
+        return (large[:3] * part.inputs.sum().expand(3)).sin().sum()
 
     saved: dict[int, int] = {}
-    _count(evaluate, saved, torch.ones(100, requires_grad=True))  # pyright: ignore[reportArgumentType]
+    _count(evaluate, saved, Part({}, {}, torch.ones(100, requires_grad=True), torch.ones(1), {}))
     assert sorted(saved.values()) == [4, 12, 400]
 
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from gossamer.errors import UserError
 from gossamer.simulate.batches import check_workers, select
-from gossamer.simulate.gradients import Evaluate, Loss, PerWorker
+from gossamer.simulate.gradients import Evaluate, Loss, Part, PerWorker
 from gossamer.simulate.memory import room
 from gossamer.simulate.update import MakeOptimizer, build, trained_parameters, try_out
 
@@ -110,7 +110,7 @@ class Centralized:
                 name: buffer.expand((*rows, *buffer.shape)).clone()
                 for name, buffer in start.items()
             }
-            losses = evaluate(self._trained, buffers, x, y, {})
+            losses = evaluate(Part(self._trained, buffers, x, y, {}))
             losses_W[index] = losses.detach()
             mean = losses.sum() / self.num_workers
             grads: Any = torch.autograd.grad(mean, tuple(self._trained.values()), allow_unused=True)

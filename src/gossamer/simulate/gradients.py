@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol, TypeAlias, cast, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -53,28 +53,27 @@ _TIMED_STEPS = 2
 _TIMED_IN_LOOP = 8
 
 
-class Evaluate(Protocol):
-    """Losses of one worker, or of a chunk of them: a leading dimension on everything."""
+class Part(NamedTuple):
+    """What one worker is evaluated on, or a chunk of them: a leading dimension on everything."""
 
-    def __call__(
-        self,
-        parameters: Tensors,
-        buffers: dict[str, Tensor],
-        inputs: Any,
-        targets: Any,
-        into: Tensors,
-    ) -> Tensor:
-        """Run the model and the loss.
+    parameters: Tensors
+    """By name."""
 
-        Args:
-            parameters: by name.
-            buffers: by name; those that the model replaces are replaced in the dict.
-            inputs: of the model.
-            targets: of the loss.
-            into: by name, memory that gradients of parameters may be written to.
-        """
-        ...
+    buffers: dict[str, Tensor]
+    """By name; those that the model replaces are replaced in the dict."""
 
+    inputs: Any
+    """Of the model."""
+
+    targets: Any
+    """Of the loss."""
+
+    into: Tensors
+    """By name, memory that gradients of parameters may be written to."""
+
+
+Evaluate: TypeAlias = Callable[[Part], Tensor]
+"""Runs the model and the loss; returns the losses."""
 
 Backward: TypeAlias = Callable[[int | slice, Evaluate], None]
 """Computes and stores losses and gradients of the workers that an index (int or slice) selects."""
@@ -193,7 +192,7 @@ class PerWorker:
         saved: dict[int, int] = {}
 
         def counted(index: int | slice, evaluate: Evaluate) -> None:
-            backward(index, cast("Evaluate", partial(_count, evaluate, saved)))
+            backward(index, partial(_count, evaluate, saved))
 
         try:
             self._together(step, index, counted)
@@ -242,15 +241,9 @@ class PerWorker:
         generator = torch.default_generator
         before = generator.get_state()
 
-        def evaluate(
-            parameters: Tensors,
-            buffers: dict[str, Tensor],
-            inputs: Any,
-            targets: Any,
-            into: Tensors,
-        ) -> Tensor:
-            loss, replaced = self._evaluate(parameters, buffers, inputs, targets)
-            buffers.update(replaced)
+        def evaluate(part: Part) -> Tensor:
+            loss, replaced = self._evaluate(*part[:4])
+            part.buffers.update(replaced)
             return loss
 
         try:
@@ -267,17 +260,12 @@ class PerWorker:
             seeds = (worker_seed(self._seed, worker, step) for worker in workers)
             return [torch.Generator().manual_seed(seed) for seed in seeds]
 
-        def evaluate(
-            parameters: Tensors,
-            buffers: dict[str, Tensor],
-            inputs: Any,
-            targets: Any,
-            into: Tensors,
-        ) -> Tensor:
-            with StackedKernels(generators, [(parameters[name], into[name]) for name in into]):
+        def evaluate(part: Part) -> Tensor:
+            into = [(part.parameters[name], grad) for name, grad in part.into.items()]
+            with StackedKernels(generators, into):
                 vectorized = torch.vmap(self._evaluate, in_dims=self._in_dims)
-                losses, replaced = vectorized(parameters, buffers, inputs, targets)
-            buffers.update(replaced)
+                losses, replaced = vectorized(*part[:4])
+            part.buffers.update(replaced)
             return losses
 
         backward(index, evaluate)
@@ -332,12 +320,12 @@ def _names(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(tensor), name) for name, tensor in named}
 
 
-def _count(evaluate: Evaluate, saved: dict[int, int], *given: Any) -> Tensor:
+def _count(evaluate: Evaluate, saved: dict[int, int], part: Part) -> Tensor:
     """Evaluate, and collect the memory that is kept for the backward pass: bytes by address.
 
     What the pass is given is there anyway.
     """
-    known = {_address(leaf) for leaf in tree_leaves(given)}
+    known = {_address(leaf) for leaf in tree_leaves(part)}
 
     def pack(tensor: Tensor) -> Tensor:
         if _address(tensor) not in known:
@@ -348,7 +336,7 @@ def _count(evaluate: Evaluate, saved: dict[int, int], *given: Any) -> Tensor:
         return tensor
 
     with saved_tensors_hooks(pack, unpack):
-        return evaluate(*given)
+        return evaluate(part)
 
 
 def _address(tensor: Tensor) -> int:

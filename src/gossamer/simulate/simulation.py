@@ -39,7 +39,7 @@ from gossamer.consensus import (
 )
 from gossamer.errors import UserError
 from gossamer.simulate.batches import check_workers, select
-from gossamer.simulate.gradients import Evaluate, Loss, PerWorker
+from gossamer.simulate.gradients import Evaluate, Loss, Part, PerWorker
 from gossamer.simulate.memory import room
 from gossamer.simulate.mixing import check_round, mix_
 from gossamer.simulate.update import MakeOptimizer, make_update, trained_parameters, try_out
@@ -222,7 +222,7 @@ class Simulation:
             buffers = dict(given)
             x, y = select((inputs, targets), index, first.dtype)
             into = {n: cast("Tensor", p.grad)[index] for n, p in self._parameters.items()}
-            losses = evaluate(leaves, buffers, x, y, into)
+            losses = evaluate(Part(leaves, buffers, x, y, into))
             losses_W[index] = losses.detach()
             grads: Any = torch.autograd.grad(
                 losses.sum(), tuple(leaves.values()), allow_unused=True
