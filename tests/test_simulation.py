@@ -634,6 +634,44 @@ def test_a_loaded_state_continues_bit_for_bit(optimizer: Any) -> None:
         make(task, 3, **options).load_state_dict(first.state_dict())
 
 
+@pytest.mark.parametrize(
+    ("method", "saved", "chunk"),
+    [("loop", 6, 0), ("vmap", 0, 6), ("vmap", 3, 3), ("auto", 0, 0), ("auto", 3, 3)],
+)
+def test_a_state_does_not_change_a_method_that_is_fixed(
+    method: str, saved: int, chunk: int
+) -> None:
+    """What a user asked for stays; what is to be found out is taken from the state."""
+    state = run(make(), steps=1).state_dict()
+    state["gradients"]["chunk"] = saved
+    for steps in (0, 1):  # whether this one has run before or not
+        sim = run(make(gradients=method), steps=steps)
+        sim.load_state_dict(copy.deepcopy(state))
+        run(sim, steps=1)
+        assert sim.state_dict()["gradients"]["chunk"] == chunk
+
+
+def test_a_state_of_steps_that_were_timed_decides_nothing() -> None:
+    """A run that continues from one goes on with what it knows, and agrees to rounding."""
+    unknown = run(make(gradients="auto"), steps=1)
+    assert unknown.state_dict()["gradients"]["chunk"] is None
+    timed = run(make(gradients="auto"), steps=14)
+    timed.load_state_dict(copy.deepcopy(unknown.state_dict()))
+    assert timed.state_dict()["gradients"]["chunk"] is not None
+    assert_same(run(timed), run(unknown))
+
+
+def test_chunks_of_a_state_keep_to_the_memory_here() -> None:
+    """A state of a large machine makes smaller chunks on a small one."""
+    large = run(make(), steps=1)
+    stacked = 3 * sum(p.nbytes for p in large.parameters.values())
+    worker_bytes = large.state_dict()["gradients"]["worker_bytes"]
+    small = make(memory_gb=(stacked + 2 * 2.5 * worker_bytes) / 1e9)
+    small.load_state_dict(copy.deepcopy(large.state_dict()))
+    assert small.state_dict()["gradients"]["chunk"] == 2
+    assert_same(run(small), run(large))
+
+
 def test_the_template_is_not_modified() -> None:
     """A model that is given stays as it is, in its dtype."""
     model = CONVNET.make().float()

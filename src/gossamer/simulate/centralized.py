@@ -139,7 +139,7 @@ class Centralized:
         return self.average()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a later run needs to continue bit for bit; references, as in torch."""
+        """Return what a later run needs to continue, as ``Simulation.state_dict`` does."""
         return {
             "num_steps": self.num_steps,
             "model": self._model.state_dict(),

@@ -127,13 +127,15 @@ class PerWorker:
         self._seed = seed
         self._room = room
         self._in_dims = (None if one_model else 0, 0, 0, 0)
+        self._method = method
         self._chosen: int | None = _LOOP if method == "loop" else None
         """Workers that go together, or _LOOP; None until it is known."""
         self._candidates: list[int] = []
         """Sizes of chunks to time; the first step finds them."""
         self._times: dict[int, list[float]] = {}
         """Seconds per worker by size of chunk."""
-        self._timed = method == "auto"
+        self._worker_bytes = 1.0
+        """Activations of one worker; the first step finds them."""
 
     def run(self, step: int, buffers: Tensors, backward: Backward) -> None:
         """Call ``backward`` for all workers.
@@ -152,37 +154,47 @@ class PerWorker:
             self._run(step, range(start, self._num_workers), self._chosen, backward)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has been found out, so that a continued run computes in the same way."""
-        return {"chunk": self._chosen}
+        """Return what has been found out so far, so that a continued run computes in the same way.
+
+        While methods are timed that is nothing: a continued run times them anew, and computes some
+        workers by other methods than this one.
+        """
+        return {"chunk": self._chosen, "worker_bytes": self._worker_bytes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with what has been found out."""
-        self._chosen = state["chunk"]
+        """Continue with what has been found out, within the method and the memory given here."""
+        chunk = state["chunk"]
+        if chunk is None or self._method == ("vmap" if chunk == _LOOP else "loop"):
+            return
+        self._worker_bytes = state["worker_bytes"]
+        self._chosen = min(chunk, max(1, int(self._room.most / self._worker_bytes)))
 
     def _probe(self, step: int, buffers: Tensors, backward: Backward) -> int:
         """Try a few workers under vmap, set the size of chunks; return how many have been done."""
-        done, per_worker = 0, 0.0
+        done = 0
         for stop in (1, _PROBED):  # one alone first, in case that there is no room for more
             index = slice(done, min(stop, self._num_workers))
             num = index.stop - done
-            if num == 0 or (done and num * per_worker > self._room.good):
+            if num == 0 or (done and num * self._worker_bytes > self._room.good):
                 break
             saved_bytes = self._try_together(step, index, buffers, backward)
             done = index.stop
             if self._chosen == _LOOP:
                 return done
-            per_worker = max(1, saved_bytes / num)
-        if per_worker > self._room.most:
+            self._worker_bytes = max(1.0, saved_bytes / num)
+        if self._worker_bytes > self._room.most:
             warnings.warn(
-                f"activations of one worker take about {per_worker / 1e6:.3g} MB, more than the "
-                f"{self._room.most / 1e6:.3g} MB that there are for them; workers go one at a "
+                f"activations of one worker take about {self._worker_bytes / 1e6:.3g} MB, more "
+                f"than the {self._room.most / 1e6:.3g} MB that there are for them; workers go one at a "
                 "time and take it all the same: use smaller batches or more memory_gb",
                 stacklevel=5,
             )
-        sizes = [max(1, int(min(size, self._room.good) / per_worker)) for size in _CHUNK_BYTES]
+        sizes = [
+            max(1, int(min(size, self._room.good) / self._worker_bytes)) for size in _CHUNK_BYTES
+        ]
         nums = [math.ceil(self._num_workers / size) for size in sizes]
         self._candidates = list(dict.fromkeys(math.ceil(self._num_workers / num) for num in nums))
-        if not self._timed or self._num_workers == 1:
+        if self._method == "vmap" or self._num_workers == 1:
             self._chosen = self._candidates[0]
         return done
 

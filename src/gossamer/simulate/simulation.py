@@ -312,7 +312,11 @@ class Simulation:
         return model
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a later run needs to continue bit for bit; references, as in torch."""
+        """Return what a later run needs to continue; references, as in torch.
+
+        Bit for bit where the method of gradients is known, fixed or timed to the end, and the later
+        run has memory for as large chunks; to rounding otherwise.
+        """
         return {
             "num_steps": self.num_steps,
             "parameters": self.parameters,
