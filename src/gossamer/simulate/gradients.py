@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from gossamer.errors import UserError
 from gossamer.simulate.kernels import StackedKernels
-from gossamer.simulate.memory import Room
+from gossamer.simulate.memory import Room, keep_freed_memory
 
 _log = logging.getLogger(__name__)
 
@@ -38,10 +38,6 @@ _METHODS = ("auto", "vmap", "loop")
 _CHUNK_BYTES = (32 << 20, 16 << 20, 64 << 20, 128 << 20)
 """Activations of the workers that go together: about a last-level cache. The first is the rule, the
 others are tried where methods are timed."""
-
-_KEPT_BYTES = 31 << 20
-"""glibc gives memory back to the system beyond twice the largest block that was freed so far, 32 MB
-at most. Pages that come and go with every chunk take longer than a small model's products."""
 
 _PROBED = 4
 """Workers that the first vmap runs on, to see whether it works and what memory it takes."""
@@ -116,7 +112,7 @@ class PerWorker:
     ) -> None:
         if method not in _METHODS:
             raise UserError(f"gradients must be one of {', '.join(_METHODS)}, got {method!r}")
-        torch.empty(_KEPT_BYTES, dtype=torch.uint8)  # freed at once
+        keep_freed_memory()
         # A copy, because functional_call puts parameters into it. What ran under vmap may stay
         # there: a cached activation, or a parameter of a module that is there twice. For the same
         # reason names of one tensor are found here, once.

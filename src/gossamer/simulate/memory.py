@@ -6,6 +6,8 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from gossamer.errors import UserError
 
 _BACKWARD = 2
@@ -13,6 +15,10 @@ _BACKWARD = 2
 
 _SMALL_BYTES = 24 << 20
 """What any simulation may take: less would cost time and save nothing that counts."""
+
+
+_LARGEST_BLOCK_BYTES = 31 << 20
+"""Just below the largest that glibc learns from."""
 
 
 class Room(NamedTuple):
@@ -52,6 +58,17 @@ def room(memory_gb: float | None, model_bytes: int, state_bytes: int, num_worker
     good = max(0.75 * num_workers * model_bytes, (_SMALL_BYTES - stacked) / _BACKWARD)
     most = left / _BACKWARD
     return Room(min(most, good), most)
+
+
+def keep_freed_memory() -> None:
+    """Let the process keep memory that it frees, for the next chunk, as far as glibc does so.
+
+    glibc maps blocks of their own for what is larger than any block freed so far, up to 32 MB, and
+    gives free memory above twice that size back to the system. One large block, freed at once,
+    raises both limits for the rest of the process, at most 64 MB. Without it pages come and go with
+    every chunk, which takes longer than a small model's products.
+    """
+    torch.empty(_LARGEST_BLOCK_BYTES, dtype=torch.uint8)
 
 
 def free_bytes() -> float:
