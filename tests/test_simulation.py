@@ -21,7 +21,7 @@ from gossamer import Simulation, decentralize
 from gossamer.errors import UserError
 from gossamer.simulate import Centralized, mix_, worker_seed
 from gossamer.simulate.gradients import Part, _count
-from gossamer.simulate.memory import free_bytes, group_bytes
+from gossamer.simulate.memory import free_bytes, group_bytes, room
 from gossamer.simulate.mixing import _nothing, _plan
 from gossamer.topology import Round, parse, ring
 from tests import tasks
@@ -180,6 +180,20 @@ def test_memory_is_that_of_the_control_group(tmp_path: Path) -> None:
     (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 150\n")
     assert group_bytes(tmp_path) == 450
     assert free_bytes() > 0
+
+
+def test_room_for_activations_by_its_rule() -> None:
+    """Bounded by copies of all workers' parameters or 24 MB in all, and by what there is."""
+    copies: dict[str, Any] = {"model_bytes": 10**6, "state_bytes": 10**6, "num_workers": 100}
+    assert room(1.0, **copies) == (0.75e8, 3.5e8)
+    assert room(0.4, **copies) == (0.5e8, 0.5e8)
+    assert room(1.0, one_model=True, **copies) == (0.75e8, 4.985e8)
+    few = room(1.0, 10**6, 10**6, num_workers=2)
+    assert few.good == ((24 << 20) - 6e6) / 2
+    with pytest.raises(
+        UserError, match=r"state of the model take 0\.003 GB, .*; use a smaller model"
+    ):
+        room(0.002, one_model=True, **copies)
 
 
 def test_a_worker_that_does_not_fit_is_tried_alone_and_said() -> None:

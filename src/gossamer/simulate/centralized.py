@@ -19,7 +19,7 @@ from gossamer.errors import UserError
 from gossamer.simulate.batches import check_workers, select
 from gossamer.simulate.gradients import Evaluate, Loss, Part, PerWorker
 from gossamer.simulate.memory import room
-from gossamer.simulate.update import MakeOptimizer, build, trained_parameters, try_out
+from gossamer.simulate.update import MakeOptimizer, build, state_bytes, trained_parameters
 
 
 @final
@@ -64,7 +64,8 @@ class Centralized:
         self.optimizer: Optimizer = build(optimizer, list(self._trained.values()))
         """The optimizer, for learning-rate schedulers."""
         model_bytes = sum(p.nbytes for p in self._trained.values())
-        state_bytes = try_out(optimizer, list(self._trained.values())).state_bytes
+        state = sum(b.nbytes for b in self._buffers.values())
+        state += state_bytes(optimizer, self._trained.values())
         self._per_worker = PerWorker(
             self._model,
             loss,
@@ -72,7 +73,7 @@ class Centralized:
             seed=seed,
             method=gradients,
             one_model=True,
-            room=room(memory_gb, model_bytes, state_bytes, 1),
+            room=room(memory_gb, model_bytes, state, num_workers=workers, one_model=True),
         )
 
     @property

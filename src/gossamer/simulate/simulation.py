@@ -42,7 +42,13 @@ from gossamer.simulate.batches import check_workers, select
 from gossamer.simulate.gradients import Evaluate, Loss, Part, PerWorker
 from gossamer.simulate.memory import room
 from gossamer.simulate.mixing import check_round, mix_
-from gossamer.simulate.update import MakeOptimizer, make_update, trained_parameters, try_out
+from gossamer.simulate.update import (
+    MakeOptimizer,
+    is_elementwise,
+    make_update,
+    state_bytes,
+    trained_parameters,
+)
 from gossamer.statistics import policy_of, running_statistics
 from gossamer.topology import Round, Schedule, as_schedule
 from gossamer.topology.round import FloatArray
@@ -104,19 +110,15 @@ class Simulation:
         # - One worker
         self._model = copy.deepcopy(model).to(dtype)
         trained = trained_parameters(self._model)
-        trial = try_out(optimizer, list(trained.values()))
-        left = room(
-            memory_gb,
-            _bytes(trained.values()),
-            _bytes(self._model.buffers()) + trial.state_bytes,
-            workers,
-        )
+        state = _bytes(self._model.buffers()) + state_bytes(optimizer, trained.values())
+        left = room(memory_gb, _bytes(trained.values()), state, num_workers=workers)
+        elementwise = is_elementwise(optimizer, trained.values())
 
         # - All workers
         self._parameters = {name: nn.Parameter(_stack(p, workers)) for name, p in trained.items()}
         self._buffers = {name: _stack(b, workers) for name, b in self._model.named_buffers()}
         self._statistics = [self._buffers[name] for name in running_statistics(self._model)]
-        self._update = make_update(optimizer, list(self._parameters.values()), trial)
+        self._update = make_update(optimizer, list(self._parameters.values()), elementwise)
         self._per_worker = PerWorker(
             self._model,
             loss,
