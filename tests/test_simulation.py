@@ -170,6 +170,21 @@ def test_together_equals_one_by_one(name: str) -> None:
     assert together.state_dict()["gradients"]["chunk"] > 0
 
 
+@pytest.mark.parametrize("frozen", ["", "body.weight", "body.weight_hh", "body.bias", "embedding"])
+@pytest.mark.parametrize("kind", [Simulation, Centralized])
+def test_lstms_of_which_a_part_is_frozen(kind: Any, frozen: str) -> None:
+    """What is the same for all workers has no dimension of them: weights, inputs' gradients."""
+    task = ALL_TASKS["lstm"]
+    model = task.make()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not frozen or not name.startswith(frozen))
+    options: dict[str, Any] = {"dtype": torch.float64}
+    sims = [kind(model, task.loss, sgd, 6, gradients=g, **options) for g in ("vmap", "loop")]
+    together, apart = (run(sim, task) for sim in sims)
+    torch.testing.assert_close(together.parameters, apart.parameters, rtol=0, atol=1e-12)
+    assert together.state_dict()["gradients"]["chunk"] > 0
+
+
 def test_memory_is_that_of_the_control_group(tmp_path: Path) -> None:
     """Its limit less what it uses, without files that it can drop; infinite without a limit."""
     assert group_bytes(tmp_path) == math.inf

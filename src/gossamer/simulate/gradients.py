@@ -181,8 +181,8 @@ class PerWorker:
         if self._worker_bytes > self._room.most:
             warnings.warn(
                 f"activations of one worker take about {self._worker_bytes / 1e6:.3g} MB, more "
-                f"than the {self._room.most / 1e6:.3g} MB that there are for them; workers go one at "
-                "a time and take it all the same: use smaller batches or more memory_gb",
+                f"than the {self._room.most / 1e6:.3g} MB that there are for them; workers go one "
+                "at a time and take it all the same: use smaller batches or more memory_gb",
                 stacklevel=5,
             )
         sizes = [

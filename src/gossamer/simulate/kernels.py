@@ -280,10 +280,21 @@ def _dropout_of_all(_: int, dims: Dims, x: Tensor, p: float, generators: Any) ->
 
 
 def _lstm_of_all(num_workers: int, dims: Dims, into: Any, *tensors: Tensor) -> Any:
-    x, h, c, w_input, w_hidden, *biases = _all_in_front(num_workers, dims[1:], *tensors)
+    if any(dim is not None for dim in dims[4:]):
+        return _stacked_lstm(into, *_all_in_front(num_workers, dims[1:], *tensors))
+    # One model for all workers: they are more of the batch.
+    x, h, c = _all_in_front(num_workers, dims[1:4], *tensors[:3])
+    folded = (x.transpose(0, 1).flatten(1, 2), h.flatten(0, 1), c.flatten(0, 1), *tensors[3:])
+    hs, h, c = _stacked_lstm(into, *(tensor.unsqueeze(0) for tensor in folded))
+    h, c = (state.view(num_workers, -1, state.shape[-1]) for state in (h, c))
+    return hs[0].unflatten(1, (num_workers, -1)).transpose(0, 1), h, c
+
+
+def _stacked_lstm(
+    into: Any, x: Tensor, h: Tensor, c: Tensor, w_input: Tensor, w_hidden: Tensor, *biases: Tensor
+) -> Any:
     bias = sum(biases) if biases else None
-    grads = into(w_input), into(w_hidden)
-    return StackedLstm.apply(x, h, c, w_input, w_hidden, bias, grads)
+    return StackedLstm.apply(x, h, c, w_input, w_hidden, bias, (into(w_input), into(w_hidden)))
 
 
 def _cross_entropy_of_all(
@@ -333,6 +344,17 @@ class StackedLinear(Function):
 class StackedLstm(Function):
     """One layer and direction of an LSTM for all workers.
 
+        a_t = x_t Wxᵀ + h_{t-1} Whᵀ + b         in four parts: ai, af, ag, ao
+        i, f, o = σ(ai), σ(af), σ(ao)           g = tanh(ag)
+        c_t = f c_{t-1} + i g                   h_t = o tanh(c_t)
+
+    and backwards in time, with ∂h and ∂c what comes from t + 1 and from outside:
+
+        ∂c += ∂h o (1 - tanh²(c_t))             ∂ao = ∂h tanh(c_t) o (1 - o)
+        ∂ai = ∂c g i (1 - i)                    ∂af = ∂c c_{t-1} f (1 - f)
+        ∂ag = ∂c i (1 - g²)                     ∂c_{t-1} = ∂c f,  ∂h_{t-1} = ∂a_t Wh
+        ∂Wx = Σ_t ∂a_tᵀ x_t                     ∂Wh = Σ_t ∂a_tᵀ h_{t-1}
+
     Its own backward pass, because autograd's would add up a gradient of the weight at every time
     step, where one product over all of them does.
     """
@@ -363,7 +385,7 @@ class StackedLstm(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_hs: Tensor, grad_h: Tensor, grad_c: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the gradients of all inputs."""
+        """Return the gradients of those inputs that need one; states are cheap."""
         x, h, c, w_input, w_hidden, gates, hs, cs, tanhs = ctx.saved_tensors
         grad_gates = torch.empty_like(gates)
         for t in reversed(range(gates.shape[1])):
@@ -378,14 +400,15 @@ class StackedLstm(Function):
             grad_c = grad_c * f
             grad_h = torch.bmm(grad_gates[:, t], w_hidden)
         into_input, into_hidden = ctx.into
-        rows = _rows(grad_gates)
+        needs_x, _, _, needs_input, needs_hidden, needs_bias, _ = ctx.needs_input_grad
+        rows, before = _rows(grad_gates), torch.cat([h.unsqueeze(1), hs[:, :-1]], 1)
         return (
-            torch.bmm(rows, w_input).view_as(x),
+            torch.bmm(rows, w_input).view_as(x) if needs_x else None,
             grad_h,
             grad_c,
-            _weight_gradient(rows, _rows(x), into_input),
-            _weight_gradient(rows, _rows(torch.cat([h.unsqueeze(1), hs[:, :-1]], 1)), into_hidden),
-            rows.sum(1) if ctx.needs_input_grad[5] else None,
+            _weight_gradient(rows, _rows(x), into_input) if needs_input else None,
+            _weight_gradient(rows, _rows(before), into_hidden) if needs_hidden else None,
+            rows.sum(1) if needs_bias else None,
             None,
         )
 
