@@ -98,7 +98,8 @@ class Attention(nn.Module):
         q = q.unsqueeze(1) if self.dims == 4 else q
         allowed = torch.ones(tasks.TIME, tasks.TIME, dtype=torch.bool).tril(-1)
         added = torch.zeros(allowed.shape, dtype=x.dtype).masked_fill(~allowed, -math.inf)
-        mask = {"none": None, "bool": allowed, "float": added}[self.mask]
+        masks = {"none": None, "bool": allowed, "float": added, "heads": added[None, None]}
+        mask = masks[self.mask] if self.mask != "samples" else added.expand(len(x), 1, -1, -1)
         y = nn.functional.scaled_dot_product_attention(q, q, q, mask, **self.options)
         return x + (y.squeeze(1) if self.dims == 4 else y)
 
@@ -122,6 +123,8 @@ ALL_ATTENTION: dict[str, Callable[[], nn.Module]] = {
     "bool mask": lambda: Attention(4, "bool"),
     "bool mask, three dimensions": lambda: Attention(3, "bool"),
     "float mask, three dimensions": lambda: Attention(3, "float"),
+    "one mask of four dimensions": lambda: Attention(4, "heads"),
+    "a mask for each sample": lambda: Attention(4, "samples"),
     "bool mask, dropout": lambda: Attention(4, "bool", dropout_p=0.3),
     "float mask, dropout": lambda: Attention(4, "float", dropout_p=0.3),
     "scale of zero": lambda: Attention(4, scale=0.0),

@@ -260,8 +260,11 @@ def _attention_of_all(
     num_workers: int, dims: Dims, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: Any
 ) -> Any:
     # Attention has no parameters: workers are more of the batch.
-    q, k, v, mask = _all_in_front(num_workers, dims, q, k, v, mask)
-    if mask is not None:
+    q, k, v = _all_in_front(num_workers, dims[:3], q, k, v)
+    if mask is not None and dims[3] is None and mask.shape[:-2].numel() == 1:
+        mask = mask.view(mask.shape[-2:])  # one for all samples, too: torch needs no copies of it
+    elif mask is not None:
+        mask = _in_front(num_workers, dims[3], mask)
         mask = mask.reshape(num_workers, *[1] * (q.dim() - mask.dim()), *mask.shape[1:])
         mask = mask.expand(num_workers, q.shape[1], *mask.shape[2:]).flatten(0, 1)
     q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
