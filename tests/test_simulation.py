@@ -321,6 +321,42 @@ def test_gradients_of_weights_that_are_not_used_as_they_are() -> None:
     assert_same(run(make(task), task), run(make(task, gradients="loop"), task))
 
 
+class Constant(nn.Module):
+    """Layers that get the same from all workers: frozen, on tensors that are none of the batch."""
+
+    def __init__(self, dropout: bool) -> None:
+        super().__init__()
+        self.linear, self.lstm = nn.Linear(9, 9), nn.LSTM(9, 9, 2, batch_first=True)
+        self.attention = nn.MultiheadAttention(9, 3, batch_first=True)
+        self.bias, self.last = nn.Linear(9, 9), nn.Linear(9, 7)
+        for part in (self.linear, self.lstm, self.attention):
+            part.requires_grad_(False)
+        self.bias.weight.requires_grad_(False)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scale what comes in by what does not depend on it."""
+        same = torch.linspace(-1, 1, 18, dtype=x.dtype).view(1, 2, 9)
+        same = self.lstm(self.linear(same))[0]
+        same = same + self.attention(same, same, same)[0]
+        shift = nn.functional.cross_entropy(same[0], torch.ones(2, dtype=torch.long))
+        if self.dropout:
+            same = nn.functional.dropout(same, 0.5)
+        return self.last(x * self.bias(same)[0, 1] + shift)
+
+
+@pytest.mark.parametrize("dropout", [True, False])
+@pytest.mark.parametrize("kind", [Simulation, Centralized])
+def test_what_is_the_same_for_all_workers(kind: Any, dropout: bool) -> None:
+    """Computed once; masks are drawn for each worker all the same."""
+    task = Task(lambda: Constant(dropout), tasks.vectors)
+    options: dict[str, Any] = {"dtype": torch.float64}
+    sims = [kind(task.make(), task.loss, sgd, 6, gradients=g, **options) for g in ("vmap", "loop")]
+    together, apart = (run(sim, task) for sim in sims)
+    torch.testing.assert_close(together.parameters, apart.parameters, rtol=0, atol=1e-12)
+    assert together.state_dict()["gradients"]["chunk"] > 0
+
+
 def weighted(y: Tensor, target: Tensor) -> Tensor:
     weights = torch.arange(1.0, 1 + tasks.VOCABULARY, dtype=y.dtype)
     return nn.functional.cross_entropy(y, target, weights)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable, Sequence
-from typing import Any, cast, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -112,7 +112,7 @@ def _dropout(
 ) -> Any:
     if not training or not 0 < p < 1:  # where torch draws nothing
         return F.dropout(input, p, training, inplace)
-    y = _below_vmap(_dropout_of_all, input, p, lambda: mode.generators)
+    y = _below_vmap(_dropout_of_all, input, p, lambda: mode.generators, drawn=True)
     return input.copy_(y) if inplace else y
 
 
@@ -216,30 +216,32 @@ _KERNELS: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _below_vmap(kernel: Callable[..., Any], *args: Any) -> Any:
+def _below_vmap(kernel: Callable[..., Any], *args: Any, drawn: bool = False) -> Any:
     """Call a kernel on the tensors that vmap has wrapped, and wrap its results.
 
     As torch calls a Function that has a rule for vmap; but its bookkeeping takes longer than the
-    products of a small model.
+    products of a small model. What is the same for all workers is computed once, as for one.
 
     Args:
         kernel: from the number of workers, their dimension in each argument (None where there is
             none) and the arguments, to tensors with workers in front.
         args: tensors and others.
+        drawn: whether workers' results differ even where all arguments are the same.
     """
     vmap = retrieve_current_functorch_interpreter()
-    if not isinstance(vmap, VmapInterpreter):
+    if not isinstance(vmap, VmapInterpreter) or vmap.level() > 1:
         raise NotImplementedError("there is a transform of torch.func inside of the model")
     level = vmap.level()
     pairs = [_unwrap_batched(a, level) if isinstance(a, Tensor) else (a, None) for a in args]
     dims = [dim for _, dim in pairs]
-    if all(dim is None for dim in dims):
-        raise NotImplementedError("every worker has the same tensor here; run workers in a loop")
+    own = drawn or any(dim is not None for dim in dims)
     with vmap.lower():
-        results = kernel(vmap.batch_size(), dims, *(value for value, _ in pairs))
-    if isinstance(results, Tensor):
-        return _add_batch_dim(results, 0, level)
-    return tuple(_add_batch_dim(result, 0, level) for result in results)
+        results = kernel(vmap.batch_size() if own else 1, dims, *(value for value, _ in pairs))
+
+    def wrap(result: Tensor) -> Tensor:
+        return _add_batch_dim(result, 0, level) if own else result[0]
+
+    return wrap(results) if isinstance(results, Tensor) else tuple(map(wrap, results))
 
 
 def _linear_of_all(
@@ -247,7 +249,7 @@ def _linear_of_all(
 ) -> Any:
     x_dim, weight_dim, bias_dim, _ = dims
     if weight_dim is None:  # one model for all workers: one product over all of them
-        y = F.linear(x.movedim(cast("int", x_dim), 0), weight)
+        y = F.linear(_in_front(num_workers, x_dim, x), weight)
         if bias is None:
             return y
         many = bias if bias_dim is None else bias.movedim(bias_dim, 0)
@@ -272,8 +274,8 @@ def _attention_of_all(
     return y.unflatten(0, (num_workers, -1))
 
 
-def _dropout_of_all(_: int, dims: Dims, x: Tensor, p: float, generators: Any) -> Any:
-    x = x.movedim(cast("int", dims[0]), 0)
+def _dropout_of_all(num_workers: int, dims: Dims, x: Tensor, p: float, generators: Any) -> Any:
+    x = _in_front(num_workers, dims[0], x)
     # Strides of their own kind: torch fills memory in its order, not in that of indices.
     masks = [
         torch.empty_like(row).bernoulli_(1 - p, generator=generator)
