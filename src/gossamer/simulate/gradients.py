@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call  # pyright: ignore[reportPrivateImportUsage]
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from gossamer.errors import UserError
-from gossamer.simulate.kernels import StackedKernels
+from gossamer.simulate.kernels import StackedKernels, vmapped
 from gossamer.simulate.memory import Room, keep_freed_memory
 
 _log = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class PerWorker:
         self._num_workers = num_workers
         self._seed = seed
         self._room = room
-        self._in_dims = (None if one_model else 0, 0, 0, 0)
+        self._one_model = one_model
         self._method = method
         self._chosen: int | None = _LOOP if method == "loop" else None
         """Workers that go together, or _LOOP; None until it is known."""
@@ -270,11 +270,15 @@ class PerWorker:
 
         def evaluate(part: Part) -> Tensor:
             into = [(part.parameters[name], grad) for name, grad in part.into.items()]
-            with StackedKernels(generators, into):
-                vectorized = torch.vmap(self._evaluate, in_dims=self._in_dims)
-                losses, replaced = vectorized(*part[:4])
-            part.buffers.update(replaced)
-            return losses
+            with StackedKernels(generators, into), vmapped(len(workers)) as (own, stacked):
+                parameters = part.parameters
+                if not self._one_model:
+                    parameters = {name: own(p) for name, p in parameters.items()}
+                buffers = {name: own(buffer) for name, buffer in part.buffers.items()}
+                batch = tree_map(own, (part.inputs, part.targets))
+                loss, replaced = self._evaluate(parameters, buffers, *batch)
+                part.buffers.update({name: stacked(new) for name, new in replaced.items()})
+                return stacked(loss)
 
         backward(index, evaluate)
 
