@@ -459,8 +459,9 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    y = torch.bmm(_rows(x), weight.mT)
-    return y if bias is None else y.add_(bias.unsqueeze(1))
+    if bias is None:
+        return torch.bmm(_rows(x), weight.mT)
+    return torch.baddbmm(bias.unsqueeze(1), _rows(x), weight.mT)
 
 
 def _weight_gradient(grads: Tensor, rows: Tensor, into: Tensor | None) -> Tensor:
