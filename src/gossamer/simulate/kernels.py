@@ -10,24 +10,24 @@ dimension is workers and runs below vmap, where ordinary autograd records it.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch._C._functorch import (  # pyright: ignore[reportPrivateUsage]
-    _add_batch_dim,
-    _remove_batch_dim,
-    _unwrap_batched,
-    _vmap_decrement_nesting,
-    _vmap_increment_nesting,
+from torch._C._functorch import (
+    _add_batch_dim,  # pyright: ignore[reportPrivateUsage]
+    _remove_batch_dim,  # pyright: ignore[reportPrivateUsage]
+    _unwrap_batched,  # pyright: ignore[reportPrivateUsage]
+    _vmap_decrement_nesting,  # pyright: ignore[reportPrivateUsage]
+    _vmap_increment_nesting,  # pyright: ignore[reportPrivateUsage]
 )
+from torch._functorch.predispatch import lazy_load_decompositions
 from torch._functorch.pyfunctorch import (
     VmapInterpreter,
     retrieve_current_functorch_interpreter,
 )
-from torch._functorch.vmap import lazy_load_decompositions
 from torch.autograd import Function
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -39,8 +39,8 @@ Convert = Callable[[Tensor], Tensor]
 
 
 @contextmanager
-def vmapped(num_workers: int) -> Iterator[tuple[Convert, Convert]]:
-    """Run what is inside as torch.vmap would; as it, without a walk through all arguments.
+def vmapped(num_workers: int) -> Generator[tuple[Convert, Convert], None, None]:
+    """Run what is inside as torch.vmap would, without its walk through all arguments.
 
     That walk takes half a millisecond, as long as some of a small model's products.
 
