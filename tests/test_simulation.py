@@ -20,7 +20,9 @@ from torch.optim import SGD, Adafactor, AdamW
 from gossamer import Simulation, decentralize
 from gossamer.errors import UserError
 from gossamer.simulate import Centralized, mix_, worker_seed
-from gossamer.simulate.memory import free_bytes, group_bytes
+from gossamer.simulate.gradients import Part, _count
+from gossamer.simulate.memory import free_bytes, group_bytes, room
+from gossamer.simulate.mixing import _nothing, _plan
 from gossamer.topology import Round, parse, ring
 from tests import tasks
 from tests.catalogue import ALL_TOPOLOGIES
@@ -96,7 +98,8 @@ class Attention(nn.Module):
         q = q.unsqueeze(1) if self.dims == 4 else q
         allowed = torch.ones(tasks.TIME, tasks.TIME, dtype=torch.bool).tril(-1)
         added = torch.zeros(allowed.shape, dtype=x.dtype).masked_fill(~allowed, -math.inf)
-        mask = {"none": None, "bool": allowed, "float": added}[self.mask]
+        masks = {"none": None, "bool": allowed, "float": added, "heads": added[None, None]}
+        mask = masks[self.mask] if self.mask != "samples" else added.expand(len(x), 1, -1, -1)
         y = nn.functional.scaled_dot_product_attention(q, q, q, mask, **self.options)
         return x + (y.squeeze(1) if self.dims == 4 else y)
 
@@ -120,6 +123,8 @@ ALL_ATTENTION: dict[str, Callable[[], nn.Module]] = {
     "bool mask": lambda: Attention(4, "bool"),
     "bool mask, three dimensions": lambda: Attention(3, "bool"),
     "float mask, three dimensions": lambda: Attention(3, "float"),
+    "one mask of four dimensions": lambda: Attention(4, "heads"),
+    "a mask for each sample": lambda: Attention(4, "samples"),
     "bool mask, dropout": lambda: Attention(4, "bool", dropout_p=0.3),
     "float mask, dropout": lambda: Attention(4, "float", dropout_p=0.3),
     "scale of zero": lambda: Attention(4, scale=0.0),
@@ -168,6 +173,21 @@ def test_together_equals_one_by_one(name: str) -> None:
     assert together.state_dict()["gradients"]["chunk"] > 0
 
 
+@pytest.mark.parametrize("frozen", ["", "body.weight", "body.weight_hh", "body.bias", "embedding"])
+@pytest.mark.parametrize("kind", [Simulation, Centralized])
+def test_lstms_of_which_a_part_is_frozen(kind: Any, frozen: str) -> None:
+    """What is the same for all workers has no dimension of them: weights, inputs' gradients."""
+    task = ALL_TASKS["lstm"]
+    model = task.make()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not frozen or not name.startswith(frozen))
+    options: dict[str, Any] = {"dtype": torch.float64}
+    sims = [kind(model, task.loss, sgd, 6, gradients=g, **options) for g in ("vmap", "loop")]
+    together, apart = (run(sim, task) for sim in sims)
+    torch.testing.assert_close(together.parameters, apart.parameters, rtol=0, atol=1e-12)
+    assert together.state_dict()["gradients"]["chunk"] > 0
+
+
 def test_memory_is_that_of_the_control_group(tmp_path: Path) -> None:
     """Its limit less what it uses, without files that it can drop; infinite without a limit."""
     assert group_bytes(tmp_path) == math.inf
@@ -178,6 +198,20 @@ def test_memory_is_that_of_the_control_group(tmp_path: Path) -> None:
     (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 150\n")
     assert group_bytes(tmp_path) == 450
     assert free_bytes() > 0
+
+
+def test_room_for_activations_by_its_rule() -> None:
+    """Bounded by copies of all workers' parameters or 24 MB in all, and by what there is."""
+    copies: dict[str, Any] = {"model_bytes": 10**6, "state_bytes": 10**6, "num_workers": 100}
+    assert room(1.0, **copies) == (0.75e8, 3.5e8)
+    assert room(0.4, **copies) == (0.5e8, 0.5e8)
+    assert room(1.0, one_model=True, **copies) == (0.75e8, 4.985e8)
+    few = room(1.0, 10**6, 10**6, num_workers=2)
+    assert few.good == ((24 << 20) - 6e6) / 2
+    with pytest.raises(
+        UserError, match=r"state of the model take 0\.003 GB, .*; use a smaller model"
+    ):
+        room(0.002, one_model=True, **copies)
 
 
 def test_a_worker_that_does_not_fit_is_tried_alone_and_said() -> None:
@@ -199,6 +233,18 @@ def test_a_worker_that_does_not_fit_is_tried_alone_and_said() -> None:
     run(sim, task, steps=3)
     assert set(evaluated) == {1}
     assert_same(sim, run(make(task), task))
+
+
+def test_memory_that_is_kept_is_counted_by_storage() -> None:
+    """A part of a tensor keeps all of it; one number that stands for many is one."""
+
+    def evaluate(part: Part) -> Tensor:
+        large = part.inputs * 2
+        return (large[:3] * part.inputs.sum().expand(3)).sin().sum()
+
+    saved: dict[int, int] = {}
+    _count(evaluate, saved, Part({}, {}, torch.ones(100, requires_grad=True), torch.ones(1), {}))
+    assert sorted(saved.values()) == [4, 12, 400]
 
 
 @pytest.mark.filterwarnings("ignore:activations of one worker")
@@ -273,6 +319,42 @@ def test_gradients_of_weights_that_are_not_used_as_they_are() -> None:
     """Kernels write to the stacked gradient only what is the whole gradient of a parameter."""
     task = Task(Crossed, tasks.vectors)
     assert_same(run(make(task), task), run(make(task, gradients="loop"), task))
+
+
+class Constant(nn.Module):
+    """Layers that get the same from all workers: frozen, on tensors that are none of the batch."""
+
+    def __init__(self, dropout: bool) -> None:
+        super().__init__()
+        self.linear, self.lstm = nn.Linear(9, 9), nn.LSTM(9, 9, 2, batch_first=True)
+        self.attention = nn.MultiheadAttention(9, 3, batch_first=True)
+        self.bias, self.last = nn.Linear(9, 9), nn.Linear(9, 7)
+        for part in (self.linear, self.lstm, self.attention):
+            part.requires_grad_(False)
+        self.bias.weight.requires_grad_(False)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Scale what comes in by what does not depend on it."""
+        same = torch.linspace(-1, 1, 18, dtype=x.dtype).view(1, 2, 9)
+        same = self.lstm(self.linear(same))[0]
+        same = same + self.attention(same, same, same)[0]
+        shift = nn.functional.cross_entropy(same[0], torch.ones(2, dtype=torch.long))
+        if self.dropout:
+            same = nn.functional.dropout(same, 0.5)
+        return self.last(x * self.bias(same)[0, 1] + shift)
+
+
+@pytest.mark.parametrize("dropout", [True, False])
+@pytest.mark.parametrize("kind", [Simulation, Centralized])
+def test_what_is_the_same_for_all_workers(kind: Any, dropout: bool) -> None:
+    """Computed once; masks are drawn for each worker all the same."""
+    task = Task(lambda: Constant(dropout), tasks.vectors)
+    options: dict[str, Any] = {"dtype": torch.float64}
+    sims = [kind(task.make(), task.loss, sgd, 6, gradients=g, **options) for g in ("vmap", "loop")]
+    together, apart = (run(sim, task) for sim in sims)
+    torch.testing.assert_close(together.parameters, apart.parameters, rtol=0, atol=1e-12)
+    assert together.state_dict()["gradients"]["chunk"] > 0
 
 
 def weighted(y: Tensor, target: Tensor) -> Tensor:
@@ -558,6 +640,12 @@ def test_mixing_is_the_matrix_product(text: str, num_workers: int) -> None:
         np.testing.assert_allclose(x_WN.numpy(), expected, rtol=0, atol=1e-13)
 
 
+def test_a_round_without_neighbours_costs_nothing() -> None:
+    """Between the averages of local SGD memory is not even read."""
+    round = parse("local_sgd(every=4)", 8).round(0)
+    assert _plan(round, torch.float32, torch.device("cpu")) is _nothing
+
+
 def test_norms_and_distance_by_their_definitions() -> None:
     """Ξ² = (1/W) Σ ‖x̄ − x_i‖², and a norm per tensor and worker."""
     sim = run(make())
@@ -612,6 +700,44 @@ def test_a_loaded_state_continues_bit_for_bit(optimizer: Any) -> None:
     assert first.bytes_sent.tolist() == second.bytes_sent.tolist()
     with pytest.raises(UserError, match="a state must have the parameters of this simulation"):
         make(task, 3, **options).load_state_dict(first.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("method", "saved", "chunk"),
+    [("loop", 6, 0), ("vmap", 0, 6), ("vmap", 3, 3), ("auto", 0, 0), ("auto", 3, 3)],
+)
+def test_a_state_does_not_change_a_method_that_is_fixed(
+    method: str, saved: int, chunk: int
+) -> None:
+    """What a user asked for stays; what is to be found out is taken from the state."""
+    state = run(make(), steps=1).state_dict()
+    state["gradients"]["chunk"] = saved
+    for steps in (0, 1):  # whether this one has run before or not
+        sim = run(make(gradients=method), steps=steps)
+        sim.load_state_dict(copy.deepcopy(state))
+        run(sim, steps=1)
+        assert sim.state_dict()["gradients"]["chunk"] == chunk
+
+
+def test_a_state_of_steps_that_were_timed_decides_nothing() -> None:
+    """A run that continues from one goes on with what it knows, and agrees to rounding."""
+    unknown = run(make(gradients="auto"), steps=1)
+    assert unknown.state_dict()["gradients"]["chunk"] is None
+    timed = run(make(gradients="auto"), steps=14)
+    timed.load_state_dict(copy.deepcopy(unknown.state_dict()))
+    assert timed.state_dict()["gradients"]["chunk"] is not None
+    assert_same(run(timed), run(unknown))
+
+
+def test_chunks_of_a_state_keep_to_the_memory_here() -> None:
+    """A state of a large machine makes smaller chunks on a small one."""
+    large = run(make(), steps=1)
+    stacked = 3 * sum(p.nbytes for p in large.parameters.values())
+    worker_bytes = large.state_dict()["gradients"]["worker_bytes"]
+    small = make(memory_gb=(stacked + 2 * 2.5 * worker_bytes) / 1e9)
+    small.load_state_dict(copy.deepcopy(large.state_dict()))
+    assert small.state_dict()["gradients"]["chunk"] == 2
+    assert_same(run(small), run(large))
 
 
 def test_the_template_is_not_modified() -> None:
@@ -829,6 +955,13 @@ def test_what_cannot_work_is_refused_at_construction(options: dict[str, Any], me
     """Required, got, and what to do."""
     with pytest.raises(UserError, match=message):
         make(**options)
+
+
+@pytest.mark.parametrize("kind", [Simulation, Centralized])
+def test_a_frozen_model_is_refused(kind: Any) -> None:
+    """In our words, not in those of torch's optimizer."""
+    with pytest.raises(UserError, match="must have trainable parameters, got none"):
+        kind(MLP.make().requires_grad_(False), MLP.loss, sgd, 6)
 
 
 def test_batches_must_have_a_row_per_worker() -> None:

@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 
 from gossamer.errors import UserError
 from gossamer.simulate.batches import check_workers, select
-from gossamer.simulate.gradients import Evaluate, Loss, PerWorker
+from gossamer.simulate.gradients import Evaluate, Loss, Part, PerWorker
 from gossamer.simulate.memory import room
-from gossamer.simulate.update import MakeOptimizer, build, try_out
+from gossamer.simulate.update import MakeOptimizer, build, state_bytes, trained_parameters
 
 
 @final
@@ -59,12 +59,13 @@ class Centralized:
         self.num_steps = 0
         self.num_workers = workers
         self._model = copy.deepcopy(model).to(dtype)
-        self._trained = {n: p for n, p in self._model.named_parameters() if p.requires_grad}
+        self._trained = trained_parameters(self._model)
         self._buffers = dict(self._model.named_buffers())
         self.optimizer: Optimizer = build(optimizer, list(self._trained.values()))
         """The optimizer, for learning-rate schedulers."""
         model_bytes = sum(p.nbytes for p in self._trained.values())
-        state_bytes = try_out(optimizer, list(self._trained.values())).state_bytes
+        state = sum(b.nbytes for b in self._buffers.values())
+        state += state_bytes(optimizer, self._trained.values())
         self._per_worker = PerWorker(
             self._model,
             loss,
@@ -72,7 +73,7 @@ class Centralized:
             seed=seed,
             method=gradients,
             one_model=True,
-            room=room(memory_gb, model_bytes, state_bytes, 1),
+            room=room(memory_gb, model_bytes, state, num_workers=workers, one_model=True),
         )
 
     @property
@@ -110,7 +111,7 @@ class Centralized:
                 name: buffer.expand((*rows, *buffer.shape)).clone()
                 for name, buffer in start.items()
             }
-            losses = evaluate(self._trained, buffers, x, y, {})
+            losses = evaluate(Part(self._trained, buffers, x, y, {}))
             losses_W[index] = losses.detach()
             mean = losses.sum() / self.num_workers
             grads: Any = torch.autograd.grad(mean, tuple(self._trained.values()), allow_unused=True)
@@ -139,7 +140,7 @@ class Centralized:
         return self.average()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a later run needs to continue bit for bit; references, as in torch."""
+        """Return what a later run needs to continue, as ``Simulation.state_dict`` does."""
         return {
             "num_steps": self.num_steps,
             "model": self._model.state_dict(),

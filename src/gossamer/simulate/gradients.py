@@ -16,17 +16,17 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol, TypeAlias, cast, final
+from typing import Any, NamedTuple, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call  # pyright: ignore[reportPrivateImportUsage]
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from gossamer.errors import UserError
-from gossamer.simulate.kernels import StackedKernels
-from gossamer.simulate.memory import Room
+from gossamer.simulate.kernels import StackedKernels, vmapped
+from gossamer.simulate.memory import Room, keep_freed_memory
 
 _log = logging.getLogger(__name__)
 
@@ -39,10 +39,6 @@ _CHUNK_BYTES = (32 << 20, 16 << 20, 64 << 20, 128 << 20)
 """Activations of the workers that go together: about a last-level cache. The first is the rule, the
 others are tried where methods are timed."""
 
-_KEPT_BYTES = 31 << 20
-"""glibc gives memory back to the system beyond twice the largest block that was freed so far, 32 MB
-at most. Pages that come and go with every chunk take longer than a small model's products."""
-
 _PROBED = 4
 """Workers that the first vmap runs on, to see whether it works and what memory it takes."""
 
@@ -53,28 +49,27 @@ _TIMED_STEPS = 2
 _TIMED_IN_LOOP = 8
 
 
-class Evaluate(Protocol):
-    """Losses of one worker, or of a chunk of them: a leading dimension on everything."""
+class Part(NamedTuple):
+    """What one worker is evaluated on, or a chunk of them: a leading dimension on everything."""
 
-    def __call__(
-        self,
-        parameters: Tensors,
-        buffers: dict[str, Tensor],
-        inputs: Any,
-        targets: Any,
-        into: Tensors,
-    ) -> Tensor:
-        """Run the model and the loss.
+    parameters: Tensors
+    """By name."""
 
-        Args:
-            parameters: by name.
-            buffers: by name; those that the model replaces are replaced in the dict.
-            inputs: of the model.
-            targets: of the loss.
-            into: by name, memory that gradients of parameters may be written to.
-        """
-        ...
+    buffers: dict[str, Tensor]
+    """By name; those that the model replaces are replaced in the dict."""
 
+    inputs: Any
+    """Of the model."""
+
+    targets: Any
+    """Of the loss."""
+
+    into: Tensors
+    """By name, memory that gradients of parameters may be written to."""
+
+
+Evaluate: TypeAlias = Callable[[Part], Tensor]
+"""Runs the model and the loss; returns the losses."""
 
 Backward: TypeAlias = Callable[[int | slice, Evaluate], None]
 """Computes and stores losses and gradients of the workers that an index (int or slice) selects."""
@@ -117,7 +112,7 @@ class PerWorker:
     ) -> None:
         if method not in _METHODS:
             raise UserError(f"gradients must be one of {', '.join(_METHODS)}, got {method!r}")
-        torch.empty(_KEPT_BYTES, dtype=torch.uint8)  # freed at once
+        keep_freed_memory()
         # A copy, because functional_call puts parameters into it. What ran under vmap may stay
         # there: a cached activation, or a parameter of a module that is there twice. For the same
         # reason names of one tensor are found here, once.
@@ -127,14 +122,16 @@ class PerWorker:
         self._num_workers = num_workers
         self._seed = seed
         self._room = room
-        self._in_dims = (None if one_model else 0, 0, 0, 0)
+        self._one_model = one_model
+        self._method = method
         self._chosen: int | None = _LOOP if method == "loop" else None
         """Workers that go together, or _LOOP; None until it is known."""
         self._candidates: list[int] = []
         """Sizes of chunks to time; the first step finds them."""
         self._times: dict[int, list[float]] = {}
         """Seconds per worker by size of chunk."""
-        self._timed = method == "auto"
+        self._worker_bytes = 1.0
+        """Activations of one worker; the first step finds them."""
 
     def run(self, step: int, buffers: Tensors, backward: Backward) -> None:
         """Call ``backward`` for all workers.
@@ -153,37 +150,47 @@ class PerWorker:
             self._run(step, range(start, self._num_workers), self._chosen, backward)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has been found out, so that a continued run computes in the same way."""
-        return {"chunk": self._chosen}
+        """Return what has been found out so far, so that a continued run computes in the same way.
+
+        While methods are timed that is nothing: a continued run times them anew, and computes some
+        workers by other methods than this one.
+        """
+        return {"chunk": self._chosen, "worker_bytes": self._worker_bytes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with what has been found out."""
-        self._chosen = state["chunk"]
+        """Continue with what has been found out, within the method and the memory given here."""
+        chunk = state["chunk"]
+        if chunk is None or self._method == ("vmap" if chunk == _LOOP else "loop"):
+            return
+        self._worker_bytes = state["worker_bytes"]
+        self._chosen = min(chunk, max(1, int(self._room.most / self._worker_bytes)))
 
     def _probe(self, step: int, buffers: Tensors, backward: Backward) -> int:
         """Try a few workers under vmap, set the size of chunks; return how many have been done."""
-        done, per_worker = 0, 0.0
+        done = 0
         for stop in (1, _PROBED):  # one alone first, in case that there is no room for more
             index = slice(done, min(stop, self._num_workers))
             num = index.stop - done
-            if num == 0 or (done and num * per_worker > self._room.good):
+            if num == 0 or (done and num * self._worker_bytes > self._room.good):
                 break
             saved_bytes = self._try_together(step, index, buffers, backward)
             done = index.stop
             if self._chosen == _LOOP:
                 return done
-            per_worker = max(1, saved_bytes / num)
-        if per_worker > self._room.most:
+            self._worker_bytes = max(1.0, saved_bytes / num)
+        if self._worker_bytes > self._room.most:
             warnings.warn(
-                f"activations of one worker take about {per_worker / 1e6:.3g} MB, more than the "
-                f"{self._room.most / 1e6:.3g} MB that there are for them; workers go one at a "
-                "time and take it all the same: use smaller batches or more memory_gb",
+                f"activations of one worker take about {self._worker_bytes / 1e6:.3g} MB, more "
+                f"than the {self._room.most / 1e6:.3g} MB that there are for them; workers go one "
+                "at a time and take it all the same: use smaller batches or more memory_gb",
                 stacklevel=5,
             )
-        sizes = [max(1, int(min(size, self._room.good) / per_worker)) for size in _CHUNK_BYTES]
+        sizes = [
+            max(1, int(min(size, self._room.good) / self._worker_bytes)) for size in _CHUNK_BYTES
+        ]
         nums = [math.ceil(self._num_workers / size) for size in sizes]
         self._candidates = list(dict.fromkeys(math.ceil(self._num_workers / num) for num in nums))
-        if not self._timed or self._num_workers == 1:
+        if self._method == "vmap" or self._num_workers == 1:
             self._chosen = self._candidates[0]
         return done
 
@@ -193,7 +200,7 @@ class PerWorker:
         saved: dict[int, int] = {}
 
         def counted(index: int | slice, evaluate: Evaluate) -> None:
-            backward(index, cast("Evaluate", partial(_count, evaluate, saved)))
+            backward(index, partial(_count, evaluate, saved))
 
         try:
             self._together(step, index, counted)
@@ -242,15 +249,9 @@ class PerWorker:
         generator = torch.default_generator
         before = generator.get_state()
 
-        def evaluate(
-            parameters: Tensors,
-            buffers: dict[str, Tensor],
-            inputs: Any,
-            targets: Any,
-            into: Tensors,
-        ) -> Tensor:
-            loss, replaced = self._evaluate(parameters, buffers, inputs, targets)
-            buffers.update(replaced)
+        def evaluate(part: Part) -> Tensor:
+            loss, replaced = self._evaluate(*part[:4])
+            part.buffers.update(replaced)
             return loss
 
         try:
@@ -267,18 +268,17 @@ class PerWorker:
             seeds = (worker_seed(self._seed, worker, step) for worker in workers)
             return [torch.Generator().manual_seed(seed) for seed in seeds]
 
-        def evaluate(
-            parameters: Tensors,
-            buffers: dict[str, Tensor],
-            inputs: Any,
-            targets: Any,
-            into: Tensors,
-        ) -> Tensor:
-            with StackedKernels(generators, [(parameters[name], into[name]) for name in into]):
-                vectorized = torch.vmap(self._evaluate, in_dims=self._in_dims)
-                losses, replaced = vectorized(parameters, buffers, inputs, targets)
-            buffers.update(replaced)
-            return losses
+        def evaluate(part: Part) -> Tensor:
+            into = [(part.parameters[name], grad) for name, grad in part.into.items()]
+            with StackedKernels(generators, into), vmapped(len(workers)) as (own, stacked):
+                parameters = part.parameters
+                if not self._one_model:
+                    parameters = {name: own(p) for name, p in parameters.items()}
+                buffers = {name: own(buffer) for name, buffer in part.buffers.items()}
+                batch = tree_map(own, (part.inputs, part.targets))
+                loss, replaced = self._evaluate(parameters, buffers, *batch)
+                part.buffers.update({name: stacked(new) for name, new in replaced.items()})
+                return stacked(loss)
 
         backward(index, evaluate)
 
@@ -332,23 +332,23 @@ def _names(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(tensor), name) for name, tensor in named}
 
 
-def _count(evaluate: Evaluate, saved: dict[int, int], *given: Any) -> Tensor:
+def _count(evaluate: Evaluate, saved: dict[int, int], part: Part) -> Tensor:
     """Evaluate, and collect the memory that is kept for the backward pass: bytes by address.
 
     What the pass is given is there anyway.
     """
-    known = {_address(leaf) for leaf in tree_leaves(given)}
+    known = {_address(leaf) for leaf in tree_leaves(part)}
 
     def pack(tensor: Tensor) -> Tensor:
         if _address(tensor) not in known:
-            saved[_address(tensor)] = tensor.nbytes
+            saved[_address(tensor)] = tensor.untyped_storage().nbytes()
         return tensor
 
     def unpack(tensor: Tensor) -> Tensor:
         return tensor
 
     with saved_tensors_hooks(pack, unpack):
-        return evaluate(*given)
+        return evaluate(part)
 
 
 def _address(tensor: Tensor) -> int:

@@ -10,12 +10,20 @@ dimension is workers and runs below vmap, where ordinary autograd records it.
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Sequence
-from typing import Any, cast, final
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch._C._functorch import _add_batch_dim, _unwrap_batched  # pyright: ignore[reportPrivateUsage]
+from torch._C._functorch import (
+    _add_batch_dim,  # pyright: ignore[reportPrivateUsage]
+    _remove_batch_dim,  # pyright: ignore[reportPrivateUsage]
+    _unwrap_batched,  # pyright: ignore[reportPrivateUsage]
+    _vmap_decrement_nesting,  # pyright: ignore[reportPrivateUsage]
+    _vmap_increment_nesting,  # pyright: ignore[reportPrivateUsage]
+)
+from torch._functorch.predispatch import lazy_load_decompositions
 from torch._functorch.pyfunctorch import (
     VmapInterpreter,
     retrieve_current_functorch_interpreter,
@@ -25,6 +33,29 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 Dims = Sequence[int | None]
+
+
+Convert = Callable[[Tensor], Tensor]
+
+
+@contextmanager
+def vmapped(num_workers: int) -> Generator[tuple[Convert, Convert], None, None]:
+    """Run what is inside as torch.vmap would, without its walk through all arguments.
+
+    That walk takes half a millisecond, as long as some of a small model's products.
+
+    Yields:
+        Two functions: from a stacked tensor to what a worker sees of it, and back.
+    """
+    lazy_load_decompositions()
+    level = _vmap_increment_nesting(num_workers, "error")
+    try:
+        yield (
+            lambda stacked: _add_batch_dim(stacked, 0, level),
+            lambda own: _remove_batch_dim(own, level, num_workers, 0),
+        )
+    finally:
+        _vmap_decrement_nesting()
 
 
 @final
@@ -112,7 +143,7 @@ def _dropout(
 ) -> Any:
     if not training or not 0 < p < 1:  # where torch draws nothing
         return F.dropout(input, p, training, inplace)
-    y = _below_vmap(_dropout_of_all, input, p, lambda: mode.generators)
+    y = _below_vmap(_dropout_of_all, input, p, lambda: mode.generators, drawn=True)
     return input.copy_(y) if inplace else y
 
 
@@ -216,30 +247,32 @@ _KERNELS: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _below_vmap(kernel: Callable[..., Any], *args: Any) -> Any:
+def _below_vmap(kernel: Callable[..., Any], *args: Any, drawn: bool = False) -> Any:
     """Call a kernel on the tensors that vmap has wrapped, and wrap its results.
 
     As torch calls a Function that has a rule for vmap; but its bookkeeping takes longer than the
-    products of a small model.
+    products of a small model. What is the same for all workers is computed once, as for one.
 
     Args:
         kernel: from the number of workers, their dimension in each argument (None where there is
             none) and the arguments, to tensors with workers in front.
         args: tensors and others.
+        drawn: whether workers' results differ even where all arguments are the same.
     """
     vmap = retrieve_current_functorch_interpreter()
-    if not isinstance(vmap, VmapInterpreter):
+    if not isinstance(vmap, VmapInterpreter) or vmap.level() > 1:
         raise NotImplementedError("there is a transform of torch.func inside of the model")
     level = vmap.level()
     pairs = [_unwrap_batched(a, level) if isinstance(a, Tensor) else (a, None) for a in args]
     dims = [dim for _, dim in pairs]
-    if all(dim is None for dim in dims):
-        raise NotImplementedError("every worker has the same tensor here; run workers in a loop")
+    own = drawn or any(dim is not None for dim in dims)
     with vmap.lower():
-        results = kernel(vmap.batch_size(), dims, *(value for value, _ in pairs))
-    if isinstance(results, Tensor):
-        return _add_batch_dim(results, 0, level)
-    return tuple(_add_batch_dim(result, 0, level) for result in results)
+        results = kernel(vmap.batch_size() if own else 1, dims, *(value for value, _ in pairs))
+
+    def wrap(result: Tensor) -> Tensor:
+        return _add_batch_dim(result, 0, level) if own else result[0]
+
+    return wrap(results) if isinstance(results, Tensor) else tuple(map(wrap, results))
 
 
 def _linear_of_all(
@@ -247,7 +280,7 @@ def _linear_of_all(
 ) -> Any:
     x_dim, weight_dim, bias_dim, _ = dims
     if weight_dim is None:  # one model for all workers: one product over all of them
-        y = F.linear(x.movedim(cast("int", x_dim), 0), weight)
+        y = F.linear(_in_front(num_workers, x_dim, x), weight)
         if bias is None:
             return y
         many = bias if bias_dim is None else bias.movedim(bias_dim, 0)
@@ -260,8 +293,11 @@ def _attention_of_all(
     num_workers: int, dims: Dims, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: Any
 ) -> Any:
     # Attention has no parameters: workers are more of the batch.
-    q, k, v, mask = _all_in_front(num_workers, dims, q, k, v, mask)
-    if mask is not None:
+    q, k, v = _all_in_front(num_workers, dims[:3], q, k, v)
+    if mask is not None and dims[3] is None and mask.shape[:-2].numel() == 1:
+        mask = mask.view(mask.shape[-2:])  # one for all samples, too: torch needs no copies of it
+    elif mask is not None:
+        mask = _in_front(num_workers, dims[3], mask)
         mask = mask.reshape(num_workers, *[1] * (q.dim() - mask.dim()), *mask.shape[1:])
         mask = mask.expand(num_workers, q.shape[1], *mask.shape[2:]).flatten(0, 1)
     q, k, v = (tensor.flatten(0, 1) for tensor in (q, k, v))
@@ -269,8 +305,8 @@ def _attention_of_all(
     return y.unflatten(0, (num_workers, -1))
 
 
-def _dropout_of_all(_: int, dims: Dims, x: Tensor, p: float, generators: Any) -> Any:
-    x = x.movedim(cast("int", dims[0]), 0)
+def _dropout_of_all(num_workers: int, dims: Dims, x: Tensor, p: float, generators: Any) -> Any:
+    x = _in_front(num_workers, dims[0], x)
     # Strides of their own kind: torch fills memory in its order, not in that of indices.
     masks = [
         torch.empty_like(row).bernoulli_(1 - p, generator=generator)
@@ -280,10 +316,21 @@ def _dropout_of_all(_: int, dims: Dims, x: Tensor, p: float, generators: Any) ->
 
 
 def _lstm_of_all(num_workers: int, dims: Dims, into: Any, *tensors: Tensor) -> Any:
-    x, h, c, w_input, w_hidden, *biases = _all_in_front(num_workers, dims[1:], *tensors)
+    if any(dim is not None for dim in dims[4:]):
+        return _stacked_lstm(into, *_all_in_front(num_workers, dims[1:], *tensors))
+    # One model for all workers: they are more of the batch.
+    x, h, c = _all_in_front(num_workers, dims[1:4], *tensors[:3])
+    folded = (x.transpose(0, 1).flatten(1, 2), h.flatten(0, 1), c.flatten(0, 1), *tensors[3:])
+    hs, h, c = _stacked_lstm(into, *(tensor.unsqueeze(0) for tensor in folded))
+    h, c = (state.view(num_workers, -1, state.shape[-1]) for state in (h, c))
+    return hs[0].unflatten(1, (num_workers, -1)).transpose(0, 1), h, c
+
+
+def _stacked_lstm(
+    into: Any, x: Tensor, h: Tensor, c: Tensor, w_input: Tensor, w_hidden: Tensor, *biases: Tensor
+) -> Any:
     bias = sum(biases) if biases else None
-    grads = into(w_input), into(w_hidden)
-    return StackedLstm.apply(x, h, c, w_input, w_hidden, bias, grads)
+    return StackedLstm.apply(x, h, c, w_input, w_hidden, bias, (into(w_input), into(w_hidden)))
 
 
 def _cross_entropy_of_all(
@@ -333,6 +380,17 @@ class StackedLinear(Function):
 class StackedLstm(Function):
     """One layer and direction of an LSTM for all workers.
 
+        a_t = x_t Wxᵀ + h_{t-1} Whᵀ + b         in four parts: ai, af, ag, ao
+        i, f, o = σ(ai), σ(af), σ(ao)           g = tanh(ag)
+        c_t = f c_{t-1} + i g                   h_t = o tanh(c_t)
+
+    and backwards in time, with ∂h and ∂c what comes from t + 1 and from outside:
+
+        ∂c += ∂h o (1 - tanh²(c_t))             ∂ao = ∂h tanh(c_t) o (1 - o)
+        ∂ai = ∂c g i (1 - i)                    ∂af = ∂c c_{t-1} f (1 - f)
+        ∂ag = ∂c i (1 - g²)                     ∂c_{t-1} = ∂c f,  ∂h_{t-1} = ∂a_t Wh
+        ∂Wx = Σ_t ∂a_tᵀ x_t                     ∂Wh = Σ_t ∂a_tᵀ h_{t-1}
+
     Its own backward pass, because autograd's would add up a gradient of the weight at every time
     step, where one product over all of them does.
     """
@@ -363,7 +421,7 @@ class StackedLstm(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_hs: Tensor, grad_h: Tensor, grad_c: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the gradients of all inputs."""
+        """Return the gradients of those inputs that need one; states are cheap."""
         x, h, c, w_input, w_hidden, gates, hs, cs, tanhs = ctx.saved_tensors
         grad_gates = torch.empty_like(gates)
         for t in reversed(range(gates.shape[1])):
@@ -378,14 +436,15 @@ class StackedLstm(Function):
             grad_c = grad_c * f
             grad_h = torch.bmm(grad_gates[:, t], w_hidden)
         into_input, into_hidden = ctx.into
-        rows = _rows(grad_gates)
+        needs_x, _, _, needs_input, needs_hidden, needs_bias, _ = ctx.needs_input_grad
+        rows, before = _rows(grad_gates), torch.cat([h.unsqueeze(1), hs[:, :-1]], 1)
         return (
-            torch.bmm(rows, w_input).view_as(x),
+            torch.bmm(rows, w_input).view_as(x) if needs_x else None,
             grad_h,
             grad_c,
-            _weight_gradient(rows, _rows(x), into_input),
-            _weight_gradient(rows, _rows(torch.cat([h.unsqueeze(1), hs[:, :-1]], 1)), into_hidden),
-            rows.sum(1) if ctx.needs_input_grad[5] else None,
+            _weight_gradient(rows, _rows(x), into_input) if needs_input else None,
+            _weight_gradient(rows, _rows(before), into_hidden) if needs_hidden else None,
+            rows.sum(1) if needs_bias else None,
             None,
         )
 
@@ -400,8 +459,9 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    y = torch.bmm(_rows(x), weight.mT)
-    return y if bias is None else y.add_(bias.unsqueeze(1))
+    if bias is None:
+        return torch.bmm(_rows(x), weight.mT)
+    return torch.baddbmm(bias.unsqueeze(1), _rows(x), weight.mT)
 
 
 def _weight_gradient(grads: Tensor, rows: Tensor, into: Tensor | None) -> Tensor:

@@ -6,13 +6,23 @@ import math
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from gossamer.errors import UserError
 
 _BACKWARD = 2
 """A backward pass holds about as much again as what the forward pass kept."""
 
+_KEPT_COPIES = 0.75
+"""What a forward pass should keep at most, in copies of all workers' parameters: with the backward
+pass activations are one and a half copies, beside three or more that are there anyway."""
+
 _SMALL_BYTES = 24 << 20
 """What any simulation may take: less would cost time and save nothing that counts."""
+
+
+_LARGEST_BLOCK_BYTES = 31 << 20
+"""Just below the largest that glibc learns from."""
 
 
 class Room(NamedTuple):
@@ -25,14 +35,28 @@ class Room(NamedTuple):
     """What there is."""
 
 
-def room(memory_gb: float | None, model_bytes: int, state_bytes: int, num_workers: int) -> Room:
-    """Return what is left for activations.
+def room(
+    memory_gb: float | None,
+    model_bytes: int,
+    state_bytes: int,
+    *,
+    num_workers: int,
+    one_model: bool = False,
+) -> Room:
+    """Return what is left for activations, as a forward pass keeps them.
+
+        held = c (2 model + state)            with c = W copies, or 1 where there is one model
+        most = (memory - held) / 2            the backward pass takes as much again
+        good = min(most, max(3/4 W model, (24 MB - held) / 2))
+
+    One model's activations may take what those of W models may: they are of as many samples.
 
     Args:
         memory_gb: most memory of the simulation; None for what is free.
         model_bytes: one worker's parameters.
         state_bytes: one worker's buffers and optimizer state.
         num_workers: how many there are.
+        one_model: whether they share one copy of everything.
     """
     if memory_gb is not None and not (math.isfinite(memory_gb) and memory_gb > 0):
         raise UserError(
@@ -40,18 +64,30 @@ def room(memory_gb: float | None, model_bytes: int, state_bytes: int, num_worker
             "leave it out for what is free"
         )
     given = free_bytes() if memory_gb is None else memory_gb * 1e9
-    stacked = num_workers * (2 * model_bytes + state_bytes)
-    left = given - stacked
-    if left <= 0:
-        raise UserError(
-            f"parameters, gradients and optimizer state of {num_workers} workers take "
-            f"{stacked / 1e9:.3g} GB, got {given / 1e9:.3g} GB; "
-            "use fewer workers, a smaller model, or an optimizer with less state"
+    held = (1 if one_model else num_workers) * (2 * model_bytes + state_bytes)
+    most = (given - held) / _BACKWARD
+    if most <= 0:
+        owner, fewer = (
+            ("the model", "") if one_model else (f"{num_workers} workers", "fewer workers, ")
         )
-    # Less than a copy of the parameters, so that activations stay a small part of the whole.
-    good = max(0.75 * num_workers * model_bytes, (_SMALL_BYTES - stacked) / _BACKWARD)
-    most = left / _BACKWARD
+        raise UserError(
+            f"parameters, gradients, buffers and optimizer state of {owner} take "
+            f"{held / 1e9:.3g} GB, got {given / 1e9:.3g} GB; "
+            f"use {fewer}a smaller model, or an optimizer with less state"
+        )
+    good = max(_KEPT_COPIES * num_workers * model_bytes, (_SMALL_BYTES - held) / _BACKWARD)
     return Room(min(most, good), most)
+
+
+def keep_freed_memory() -> None:
+    """Let the process keep memory that it frees, for the next chunk, as far as glibc does so.
+
+    glibc maps blocks of their own for what is larger than any block freed so far, up to 32 MB, and
+    gives free memory above twice that size back to the system. One large block, freed at once,
+    raises both limits for the rest of the process, at most 64 MB. Without it pages come and go with
+    every chunk, which takes longer than a small model's products.
+    """
+    torch.empty(_LARGEST_BLOCK_BYTES, dtype=torch.uint8)
 
 
 def free_bytes() -> float:

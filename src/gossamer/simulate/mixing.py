@@ -1,8 +1,9 @@
 """x ← W x on stacked tensors, for any Round, in place.
 
-A round is read as whatever costs the fewest passes over memory: a mean where all workers average,
-means of shifted rows where every worker mixes with a few at the same distances (rings, exponential
-graphs), a dense product where rows are full, a sparse product otherwise.
+A round is read as whatever costs the fewest passes over memory: none where every worker keeps what
+it has, a mean where all workers average, means of shifted rows where every worker mixes with a few
+at the same distances (rings, exponential graphs), a dense product where rows are full, a sparse
+product otherwise.
 """
 
 # W: workers, N: numbers per worker
@@ -65,6 +66,8 @@ def _plan(round: Round, dtype: torch.dtype, device: torch.device) -> Plan:
     if groups is not None and len(groups) == 1:
         return partial(_by_columns, _mean)
     shifts = _shifts(round)
+    if shifts == [(0, 1.0)]:  # as between the averages of local SGD
+        return _nothing
     if 1 < len(shifts) <= _MOST_SHIFTS:
         return partial(_by_shifts, shifts)
     if w.nnz >= _DENSE_SHARE * round.num_workers**2:
@@ -98,6 +101,10 @@ def _shifts(round: Round) -> list[tuple[int, float]]:
         return []
     nearest = (distances[0] + n // 2) % n - n // 2  # backwards where that is nearer
     return list(zip(nearest.tolist(), weights[0].tolist(), strict=True))
+
+
+def _nothing(x_WN: Tensor) -> None:
+    """Leave every worker what it has."""
 
 
 def _by_shifts(shifts: list[tuple[int, float]], x_WN: Tensor) -> None:

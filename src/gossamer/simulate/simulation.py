@@ -39,10 +39,16 @@ from gossamer.consensus import (
 )
 from gossamer.errors import UserError
 from gossamer.simulate.batches import check_workers, select
-from gossamer.simulate.gradients import Evaluate, Loss, PerWorker
+from gossamer.simulate.gradients import Evaluate, Loss, Part, PerWorker
 from gossamer.simulate.memory import room
 from gossamer.simulate.mixing import check_round, mix_
-from gossamer.simulate.update import MakeOptimizer, make_update, try_out
+from gossamer.simulate.update import (
+    MakeOptimizer,
+    is_elementwise,
+    make_update,
+    state_bytes,
+    trained_parameters,
+)
 from gossamer.statistics import policy_of, running_statistics
 from gossamer.topology import Round, Schedule, as_schedule
 from gossamer.topology.round import FloatArray
@@ -103,24 +109,16 @@ class Simulation:
 
         # - One worker
         self._model = copy.deepcopy(model).to(dtype)
-        trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
-        if not trained:
-            raise UserError(
-                "the model must have trainable parameters, got none; set requires_grad on some"
-            )
-        trial = try_out(optimizer, list(trained.values()))
-        left = room(
-            memory_gb,
-            _bytes(trained.values()),
-            _bytes(self._model.buffers()) + trial.state_bytes,
-            workers,
-        )
+        trained = trained_parameters(self._model)
+        state = _bytes(self._model.buffers()) + state_bytes(optimizer, trained.values())
+        left = room(memory_gb, _bytes(trained.values()), state, num_workers=workers)
+        elementwise = is_elementwise(optimizer, trained.values())
 
         # - All workers
         self._parameters = {name: nn.Parameter(_stack(p, workers)) for name, p in trained.items()}
         self._buffers = {name: _stack(b, workers) for name, b in self._model.named_buffers()}
         self._statistics = [self._buffers[name] for name in running_statistics(self._model)]
-        self._update = make_update(optimizer, list(self._parameters.values()), trial)
+        self._update = make_update(optimizer, list(self._parameters.values()), elementwise)
         self._per_worker = PerWorker(
             self._model,
             loss,
@@ -226,7 +224,7 @@ class Simulation:
             buffers = dict(given)
             x, y = select((inputs, targets), index, first.dtype)
             into = {n: cast("Tensor", p.grad)[index] for n, p in self._parameters.items()}
-            losses = evaluate(leaves, buffers, x, y, into)
+            losses = evaluate(Part(leaves, buffers, x, y, into))
             losses_W[index] = losses.detach()
             grads: Any = torch.autograd.grad(
                 losses.sum(), tuple(leaves.values()), allow_unused=True
@@ -316,7 +314,11 @@ class Simulation:
         return model
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a later run needs to continue bit for bit; references, as in torch."""
+        """Return what a later run needs to continue; references, as in torch.
+
+        Bit for bit where the method of gradients is known, fixed or timed to the end, and the later
+        run has memory for as large chunks; to rounding otherwise.
+        """
         return {
             "num_steps": self.num_steps,
             "parameters": self.parameters,

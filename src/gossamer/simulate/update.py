@@ -9,9 +9,8 @@ own. Which of the two it is, is found by trying it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import suppress
-from typing import Any, NamedTuple, Protocol, TypeAlias, final
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, TypeAlias, final
 
 import torch
 from torch import Tensor, nn
@@ -48,25 +47,32 @@ class Update(Protocol):
         ...
 
 
-class Trial(NamedTuple):
-    """What a few steps on random tensors showed about an optimizer, and no more than that."""
+def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that an optimizer is given, by name."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trained:
+        raise UserError(
+            "the model must have trainable parameters, got none; set requires_grad on some"
+        )
+    return trained
 
-    elementwise: bool
-    """Whether one optimizer on stacked tensors equals one for each worker."""
 
-    state_bytes: int
-    """Memory of one worker's optimizer state."""
-
-
-def make_update(make: MakeOptimizer, stacked: list[nn.Parameter], trial: Trial) -> Update:
+def make_update(make: MakeOptimizer, stacked: list[nn.Parameter], elementwise: bool) -> Update:
     """Return an optimizer on stacked parameters, or one per worker where that is not the same."""
-    return (
-        StackedUpdate(build(make, stacked)) if trial.elementwise else PerWorkerUpdate(make, stacked)
-    )
+    return StackedUpdate(build(make, stacked)) if elementwise else PerWorkerUpdate(make, stacked)
 
 
-def try_out(make: MakeOptimizer, parameters: list[nn.Parameter]) -> Trial:
-    """Find out how an optimizer behaves on stacked tensors.
+def state_bytes(make: MakeOptimizer, parameters: Iterable[nn.Parameter]) -> int:
+    """Return the memory of an optimizer's state after a step on tensors of these shapes."""
+    own = [nn.Parameter(torch.ones_like(p)) for p in parameters]
+    optimizer = build(make, own)
+    _step(optimizer, own, [torch.ones_like(p) for p in own])
+    held = (s for of_one in optimizer.state.values() for s in of_one.values())
+    return sum(s.nbytes for s in held if isinstance(s, Tensor))
+
+
+def is_elementwise(make: MakeOptimizer, parameters: Iterable[nn.Parameter]) -> bool:
+    """Return whether one optimizer on stacked tensors seems to equal one for each worker.
 
     Two workers with random parameters take a few steps, together and apart, in double precision:
     with gradients of many sizes, so that one that clips the norm of all it holds is seen.
@@ -84,20 +90,19 @@ def try_out(make: MakeOptimizer, parameters: list[nn.Parameter]) -> Trial:
     stacked = [nn.Parameter(random(p)) for p in parameters]
     apart = [[nn.Parameter(p.detach()[i].clone()) for p in stacked] for i in range(2)]
     optimizers = [build(make, own) for own in apart]
-    together: Optimizer | None = None
-    with suppress(Exception):  # it does not take tensors of these shapes, however it says so
+    try:
         together = build(make, stacked)
+    except Exception:  # it does not take tensors of these shapes, however it says so
+        return False
     for scales in _TRIAL_SCALES:
-        grads = [random(p) for p in parameters]
+        grads = [random(p[0]) for p in stacked]
         for grad in grads:
             grad.mul_(grad.new_tensor(scales).view(2, *[1] * (grad.dim() - 1)))
         for i, own in enumerate(apart):
             _step(optimizers[i], own, [grad[i].clone() for grad in grads])
-        if together is not None and not _agrees(together, stacked, apart, grads):
-            together = None
-    held = [s for of_one in optimizers[0].state.values() for s in of_one.values()]
-    state_bytes = sum(_bytes_in(s, parameters[0].dtype) for s in held if isinstance(s, Tensor))
-    return Trial(together is not None, state_bytes)
+        if not _agrees(together, stacked, apart, grads):
+            return False
+    return True
 
 
 @final
@@ -199,6 +204,7 @@ def _step(optimizer: Optimizer, parameters: list[nn.Parameter], grads: list[Tens
     for p, grad in zip(parameters, grads, strict=True):
         p.grad = grad
     optimizer.step()
+    optimizer.zero_grad()
 
 
 def _differ(a: Any, b: Any) -> bool:
@@ -220,8 +226,3 @@ def _agrees(
         return False
     pairs = zip(stacked, *apart, strict=True)
     return all(torch.allclose(p, torch.stack(own), rtol=1e-9, atol=1e-12) for p, *own in pairs)
-
-
-def _bytes_in(state: Tensor, dtype: torch.dtype) -> int:
-    """Return the memory of a trial's tensor where parameters are of another dtype."""
-    return state.numel() * dtype.itemsize if state.dtype == torch.float64 else state.nbytes
