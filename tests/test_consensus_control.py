@@ -34,6 +34,7 @@ from gossamer.consensus import (
     parse_control,
     sketch_distance,
 )
+from gossamer.consensus.critical import Smoothed
 from gossamer.errors import UserError
 from gossamer.topology import Schedule, complete, damped, parse, ring, star, static
 from gossamer.topology.weights import uniform
@@ -324,6 +325,7 @@ def test_a_state_survives_json(text: str, order: str) -> None:
     (through, left), (saved, restored) = run(saves=False), run(saves=True)
     assert through == saved
     assert left == restored
+    assert left.digest == restored.digest
     assert len(set(through)) > 1, "the control must have acted"
 
 
@@ -334,6 +336,17 @@ def test_digests_tell_decisions_apart() -> None:
         for rounds in [(ring(8),), (ring(8), ring(8)), (complete(8),), ()]
     ]
     assert len({decision.digest for decision in decisions}) == 4
+
+
+def test_digests_tell_states_apart() -> None:
+    """Ranks compare digests and not states, of which every number counts."""
+    points = sketches_of(4)
+    moved = CriticalState().observe(points, points)
+    further = moved.observe(points, 2 * points)
+    states = [State(), State(held=1), State(phase=1), State(gradient2=Smoothed().add(1.0))]
+    states += [State(critical=critical) for critical in (moved, further)]
+    assert len({state.digest for state in states}) == len(states)
+    assert len(states[-1].digest) == 16
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
