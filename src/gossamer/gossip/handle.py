@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from gossamer.consensus import Decision, Plan, tensor_norms
+from gossamer.consensus import Decision, Plan
 from gossamer.errors import UserError
 from gossamer.gossip import hooks
 from gossamer.gossip.buckets import unflatten_
@@ -466,9 +466,7 @@ class Gossip:
         self._stepped, self._begun = [], False
         self._guard.renew()
         if self._norms_every and (self.num_steps + 1) % self._norms_every == 0:
-            own = tensor_norms([tensor.unsqueeze(0) for tensor in self._tensors.trained])
-            gathered = self._transport.begin_gather_rows(torch.from_numpy(own[:, 0]))
-            self.last_norms = gathered().T.numpy()
+            self.last_norms = self._meter.norms()
         self._order.after_step(self._mixer, self._plan, self.num_steps)
         self.num_steps += 1
 

@@ -202,15 +202,15 @@ class Transport:
 
         return collect
 
-    def begin_gather_rows(self, row: Tensor) -> Callable[[], Tensor]:
+    def begin_gather_rows(self, row: Tensor, what: str) -> Callable[[], Tensor]:
         """Begin to collect a vector from every rank; return the function that waits for them all.
 
         Args:
             row: this rank's, [m]; of one size on all ranks.
+            what: what the vectors are, for whoever asks why it failed.
         """
         self._bulletin.raise_failure()
         rows = [torch.empty_like(row) for _ in self._everyone]
-        what = "the sketches of all ranks"
         others = self._others_in(self._everyone)
         wait = self._post(lambda: self._meeting.allgather([rows], [row]), what, others)
 
