@@ -109,7 +109,7 @@ class Transport:
         self.bytes_sent = 0
         self.messages_sent = 0
         self.meeting_s = 0.0
-        """Time spent waiting for numbers from all ranks."""
+        """Time spent waiting for what all ranks meet in."""
         self._device = device
         self._on_cpu = device.type == "cpu"
         self._bulletin = bulletin
@@ -166,9 +166,7 @@ class Transport:
         wide = tensor.float() if tensor.element_size() == 2 else tensor
         mean = wide / self.size
         self._count_sum(self.size, mean)
-        wait = self._begin_sum(self._meeting, self._everyone, mean, "an average")
-        with self._bulletin.blocked():
-            wait()
+        self._meet_in(self._begin_sum(self._meeting, self._everyone, mean, "an average"))
         return mean
 
     def meet(self, call: str) -> None:
