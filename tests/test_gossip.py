@@ -480,7 +480,7 @@ def test_neighbours_are_received_around_the_circle() -> None:
     def body(group: ProcessGroup) -> list[int]:
         model = make_model()
         gossip = decentralize(model, sgd(model), "ring", process_group=group)
-        senders = gossip._transport._plan(ring(4)).senders
+        senders = gossip._transport._part_in(ring(4)).senders
         gossip.close()
         return senders
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import lru_cache
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 from pydantic import (
@@ -35,9 +35,7 @@ from gossamer.workloads import Workload, parse_sharding
 CENTRALIZED = "centralized"
 """In place of a topology: gradients are averaged over all workers, which hold one model."""
 
-MakeOptimizer: TypeAlias = Callable[..., Optimizer]
-
-OPTIMIZERS: dict[str, MakeOptimizer] = {
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "sgd": SGD,
     "adam": Adam,
     "adamw": AdamW,
