@@ -144,18 +144,22 @@ class RunSpec(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _take_recipe(cls, given: dict[str, Any]) -> dict[str, Any]:
+        # What is of another type is left as it is: the fields refuse it.
+        if not isinstance(given.get("workload", ""), str):
+            return given
         workload = workloads.find(given.get("workload", ""))
         recipe = asdict(workload.recipe)
         other_optimizer = given.get("optimizer", recipe["optimizer"]) != recipe["optimizer"]
         if other_optimizer:  # its options are not the recipe's
             recipe["optimizer_options"] = {}
         full = {**recipe, **given}
-        full["optimizer_options"] = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in full["optimizer_options"].items()
-        }
+        if isinstance(full["optimizer_options"], dict):
+            full["optimizer_options"] = {
+                name: tuple(value) if isinstance(value, list) else value
+                for name, value in full["optimizer_options"].items()
+            }
         if full["steps_per_epoch"] is None:
-            with contextlib.suppress(TypeError, KeyError):  # of another type: refused below
+            with contextlib.suppress(TypeError, KeyError):
                 per_step = full["workers"] * full["batch_size"]
                 full["steps_per_epoch"] = max(1, workload.num_train // max(1, per_step))
         return full
