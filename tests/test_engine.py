@@ -92,6 +92,23 @@ def test_a_budget_ends_a_run_at_the_step_that_reaches_it(
         assert step.lr < 0.25 * spec().lr
 
 
+@pytest.mark.parametrize(
+    ("order", "control", "degrees"),
+    [
+        ("awc", "plain", [6, 2, 2, 2]),  # of the next step
+        ("awc", "ada_consensus(plain)", [6, 2, 2, 2]),
+        ("atc", "plain", [6, 6, 2, 2]),  # of the step that was taken
+        ("atc", "repeat(plain)", [6, 6, 2, 2]),
+    ],
+)
+def test_records_tell_the_rounds_that_were_chosen_last(
+    order: str, control: str, degrees: list[int]
+) -> None:
+    """With a control and without; Ada's graph changes after six steps, three per record."""
+    ada = spec(workers=8, topology="ada(k0=6, gamma=4)", order=order, control=control)
+    assert [step.degree for step in run(ada) if isinstance(step, Step)] == degrees
+
+
 def test_a_run_that_diverges_ends_and_says_so() -> None:
     """Losses that are no longer finite end the run; they are kept as they are."""
     story = list(run(spec(lr=1e200, log_every=1)))
