@@ -199,7 +199,11 @@ class RunSpec(BaseModel):
 
     @property
     def id(self) -> str:
-        """A short name that differs wherever anything does that decides the result."""
+        """A short name that differs wherever anything does that decides the result.
+
+        Two runs of one id agree to rounding and not to the bit: a simulation times how many workers
+        it computes at once, and takes what is fastest on that machine.
+        """
         fields = json.dumps(self.model_dump(exclude={"method"}), sort_keys=True)
         text = f"{self.make_workload().version} {fields}"
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
