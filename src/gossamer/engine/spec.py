@@ -108,8 +108,8 @@ class RunSpec(BaseModel):
     workers in centralized training, and a worker and its neighbours otherwise."""
 
     lr_follows_graph: bool = False
-    """Whether it is the neighbourhood of each step, or that of the first one; it is all workers for
-    local SGD."""
+    """Whether ``lr_scaling`` uses the neighbourhood at each step, in place of the first step's.
+    For local SGD that is all workers, always."""
 
     reference_batch: PositiveInt = _FROM_RECIPE
     warmup_epochs: NonNegativeFloat = _FROM_RECIPE

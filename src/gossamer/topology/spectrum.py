@@ -100,11 +100,10 @@ def rounds_to_consensus(schedule: Schedule) -> int | None:
 
 
 def consensus_decay(schedule: Schedule, steps: int) -> FloatArray:
-    """Return E_t / E_0 for t = 1..steps: the expected squared distance to the mean of the workers,
-    from a random start.
+    """Return E_t / E_0 for t = 1..steps, with E the expected squared distance to the workers' mean.
 
-    (‖W_t … W_1‖_F² − 1) / (n − 1) for doubly stochastic rounds; above 1100 workers the average
-    over 64 seeded random starts in its place.
+    From a random start it is (‖W_t … W_1‖_F² − 1) / (n − 1) for doubly stochastic rounds; above
+    1100 workers the average over 64 seeded random starts in its place.
     """
     num_workers = schedule.num_workers
     if num_workers == 1:
