@@ -129,8 +129,10 @@ def test_records_survive_their_line_and_others_are_refused() -> None:
     newer = '{"kind": "started", "schema_version": 99, "something": "new"}'
     with pytest.raises(UserError, match="of schema 1 or older, got 99"):
         records.from_line(newer)
-    with pytest.raises(UserError, match="a line that gossamer wrote, got"):
-        records.from_line('{"kind": "step"}')
+    with pytest.raises(UserError, match=r"got '.*' \(step: epoch: Field required\); remove"):
+        records.from_line('{"kind": "step", "step": 3}')
+    with pytest.raises(UserError, match=r"got 'nonsense' \(Invalid JSON: "):
+        records.from_line("nonsense")
 
 
 def test_a_specification_takes_its_recipe_and_has_an_id() -> None:
