@@ -699,7 +699,12 @@ def test_values_of_another_kind_are_refused(build: Callable[[], object], reason:
     ("text", "schedule", "order", "reason"),
     [
         ("repeat(exact)", static(ring(4)), "awc", "while the gradient is computed"),
-        ("plain", static(ring(4)), "abc", "order must be one of awc, atc"),
+        (
+            "plain",
+            static(ring(4)),
+            "abc",
+            "order must be one of awc, atc, got .abc.; did you mean .awc",
+        ),
         ("gamma", static(ring(4)), "abc", "order must be one of awc, atc"),
         ("auto", static(star(4, weights=uniform)), "atc", "conserve the mean"),
     ],
