@@ -154,10 +154,10 @@ def test_sketches_tell_the_distance_after_rounds() -> None:
     """Mixing sketches of parameters is sketching mixed parameters."""
     x_WN = torch.randn(8, 5000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     rounds = [parse("one_peer_ring", 8).round(step) for step in range(3)]
-    predicted = mixed_distance(rounds, Sketch().sketch_stacked([x_WN], [0])[:, 0].numpy())
+    predicted = mixed_distance(rounds, Sketch().sketch_stacked([x_WN]).numpy())
     for round in rounds:
         x_WN = torch.from_numpy(round.matrix() @ x_WN.numpy())
-    mixed = Sketch().sketch_stacked([x_WN], [0])[:, 0].numpy()
+    mixed = Sketch().sketch_stacked([x_WN]).numpy()
     assert predicted == pytest.approx(sketch_distance(mixed), rel=1e-12)
 
 

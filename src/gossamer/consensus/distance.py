@@ -7,7 +7,7 @@ the sketches are the sketches after a round W. Who has them can tell Ξ after an
 touching parameters.
 """
 
-# n, W: workers, N: elements of a tensor, G: groups of tensors, m: floats in a sketch
+# n, W: workers, N: elements of a tensor, m: floats in a sketch
 
 from __future__ import annotations
 
@@ -106,20 +106,11 @@ class Sketch:
 
     def sketch(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the sketch [m] of one worker, in double precision."""
-        return self.sketch_groups(tensors, [0] * len(tensors)).sum(0)
-
-    def sketch_groups(self, tensors: Sequence[Tensor], groups: Sequence[int]) -> Tensor:
-        """Return sketches [G, m] of one worker, one per group of tensors; they sum to its sketch.
-
-        Args:
-            tensors: the parameters of one worker.
-            groups: the number of each tensor's group, from 0.
-        """
-        return self.sketch_stacked([tensor.unsqueeze(0) for tensor in tensors], groups)[0]
+        return self.sketch_stacked([tensor.unsqueeze(0) for tensor in tensors])[0]
 
     @torch.no_grad()
-    def sketch_stacked(self, tensors: Sequence[Tensor], groups: Sequence[int]) -> Tensor:
-        """Return sketches [W, G, m] of stacked tensors [W, ...]: row w is worker w's sketch."""
+    def sketch_stacked(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return sketches [W, m] of stacked tensors [W, ...]: row w is worker w's sketch."""
         first = tensors[0]
         num_workers = first.shape[0]
         flat = [tensor.reshape(num_workers, -1) for tensor in tensors]
@@ -129,19 +120,15 @@ class Sketch:
         num_rows = min(_ROWS, -(-num_elements // self.size))
         # One sum per sign of a block; only at the end are rows of it added to the m floats.
         sums_Wb = table.new_zeros(num_workers, num_rows * self.size)
-        shape = (num_workers, max(groups) + 1, self.size)
-        sketch_WGm = torch.zeros(shape, dtype=torch.float64, device=first.device)
+        sketch_Wm = torch.zeros(num_workers, self.size, dtype=torch.float64, device=first.device)
 
-        def collect(group: int) -> None:
+        def collect() -> None:
             rows = sums_Wb.view(num_workers, num_rows, self.size)
-            sketch_WGm[:, group] += rows.sum(1, dtype=torch.float64)
+            sketch_Wm.add_(rows.sum(1, dtype=torch.float64))
             sums_Wb.zero_()
 
-        end, open_group = 0, groups[0]
-        for x_WN, group in zip(flat, groups, strict=True):
-            if group != open_group:
-                collect(open_group)
-                open_group = group
+        end = 0
+        for x_WN in flat:
             first_element, end = end, end + x_WN.shape[1]
             for block in range(first_element // self._block, -(-end // self._block)):
                 origin = block * self._block
@@ -150,9 +137,9 @@ class Sketch:
                 part = x_WN[:, low - first_element : high - first_element]
                 sums_Wb[:, low - origin : high - origin].addcmul_(part, signs, value=flips[block])
                 if high % (_BLOCKS_PER_SUM * self._block) == 0:
-                    collect(group)
-        collect(open_group)
-        return sketch_WGm
+                    collect()
+        collect()
+        return sketch_Wm
 
     def _draw_blocks(self, num_blocks: int) -> tuple[list[int], list[int]]:
         """Return where each block starts in the table of signs, and the block's own sign."""
