@@ -16,7 +16,6 @@ from gossamer.consensus import (
     consensus_distance,
     sketch_distance,
     sketch_error,
-    tensor_distances,
     theta,
 )
 from gossamer.errors import UserError
@@ -43,12 +42,20 @@ def stacked_model(num_workers: int, dtype: torch.dtype = torch.float64) -> list[
 
 
 def test_distance_equals_its_definition() -> None:
-    """Ξ² is the mean squared distance to the mean, and tensors' shares sum to it."""
+    """Ξ² is the mean squared distance to the mean, over all tensors."""
     tensors = stacked_model(5)
     x_WN = torch.cat([t.flatten(1) for t in tensors], dim=1).numpy()
     squared = np.mean([np.sum((x_N - x_WN.mean(0)) ** 2) for x_N in x_WN])
     assert consensus_distance(tensors) == pytest.approx(math.sqrt(squared))
-    assert np.sum(tensor_distances(tensors) ** 2) == pytest.approx(squared)
+
+
+def test_distance_is_exact_where_workers_are_close() -> None:
+    """In single precision too, at the last digits of the parameters; equal workers have 0."""
+    x_N = torch.randn(10_000, generator=seeded(3))
+    near_WN = x_N + 1e-6 * torch.randn(16, 10_000, generator=seeded(4))
+    exact = consensus_distance([near_WN.double()])
+    assert consensus_distance([near_WN]) == pytest.approx(exact, rel=1e-6)
+    assert consensus_distance([x_N.expand(16, -1)]) == 0
 
 
 @pytest.mark.parametrize("text", ALL_TOPOLOGIES + VARIANTS)

@@ -16,7 +16,6 @@ from gossamer.consensus.distance import (
     consensus_distance,
     sketch_distance,
     sketch_error,
-    tensor_distances,
     theta,
 )
 from gossamer.consensus.steering import Gathered, Meter, Plan, name_of, planner
@@ -70,7 +69,6 @@ __all__ = [
     "planner",
     "sketch_distance",
     "sketch_error",
-    "tensor_distances",
     "tensor_norms",
     "theta",
 ]

@@ -11,7 +11,8 @@ touching parameters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, final
 
 import numpy as np
@@ -31,18 +32,17 @@ _BLOCKS_PER_SUM = 64
 """Blocks that are added up in single precision before the sum goes into a double."""
 
 
-def consensus_distance(tensors: Sequence[Tensor]) -> float:
-    """Return Ξ = √((1/n) Σ_i ‖x_i − x̄‖²), where x_i is row i of all tensors.
+@torch.no_grad()
+def consensus_distance(tensors: Iterable[Tensor]) -> float:
+    """Return Ξ = √((1/n) Σ_i ‖x_i − x̄‖²), where x_i is row i of all tensors [n, ...].
 
     >>> consensus_distance([torch.tensor([[0.0, 3.0], [2.0, 3.0]])])
     1.0
     """
-    return float(np.linalg.norm(tensor_distances(tensors)))
-
-
-def tensor_distances(tensors: Sequence[Tensor]) -> FloatArray:
-    """Return the consensus distance of each tensor [n, ...]; their squares sum to Ξ²."""
-    return np.array([_distance(tensor) for tensor in tensors])
+    # A variance, and not a norm of differences: it needs no copy of all workers, and is as exact
+    # as in double precision where workers are close.
+    variances = (tensor.var(0, correction=0).sum(dtype=torch.float64) for tensor in tensors)
+    return math.sqrt(sum(map(float, variances)))
 
 
 def theta(x_nN: FloatArray, round: Round) -> float:
@@ -176,11 +176,6 @@ def sketch_error(sketches_nm: FloatArray) -> float:
         return 0.0
     directions = total**2 / float(np.sum(gram_nn**2))
     return float(np.sqrt(1 / (2 * sketches_nm.shape[1] * directions)))
-
-
-def _distance(tensor: Tensor) -> float:
-    x_WN = tensor.detach().flatten(1).double()
-    return float((x_WN - x_WN.mean(0)).square().sum().div(x_WN.shape[0]).sqrt())
 
 
 def _root_mean_square(x_nN: FloatArray) -> float:
