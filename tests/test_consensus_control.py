@@ -11,30 +11,28 @@ import pytest
 import torch
 
 from gossamer.consensus import (
-    CONTROLS,
     AdaConsensus,
     Adaptive,
     Constant,
-    Controller,
     CriticalState,
     CriticalTarget,
     Decision,
     Exact,
     Gamma,
-    Needs,
     Observation,
     Phases,
     Plain,
     Repeat,
     Sketch,
-    State,
     bind,
     critical_distance,
-    mixed_distance,
     parse_control,
     sketch_distance,
 )
+from gossamer.consensus.control import Controller, mixed_distance
+from gossamer.consensus.controls import CONTROLS
 from gossamer.consensus.critical import Smoothed
+from gossamer.consensus.targets import Needs, State
 from gossamer.errors import UserError
 from gossamer.topology import Schedule, complete, damped, parse, ring, star, static
 from gossamer.topology.weights import uniform
