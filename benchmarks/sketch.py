@@ -146,7 +146,7 @@ def rank_one() -> dict[str, list[Tensor]]:
 
 
 def table_of_signs(size: int) -> Construction:
-    return lambda seed, x_WN: Sketch(size, seed).sketch_stacked([x_WN], [0])[:, 0]
+    return lambda seed, x_WN: Sketch(size, seed).sketch_stacked([x_WN])
 
 
 def same_signs_per_block(seed: int, x_WN: Tensor) -> Tensor:
@@ -228,7 +228,6 @@ def cost(parameters: int, repeats: int) -> dict[str, float]:
     tasks: dict[str, Callable[[], object]] = {
         "sketch": lambda: ours.sketch([x_N]),
         "sketch of 100 tensors": lambda: ours.sketch(cut),
-        "sketch of 100 tensors, one group each": lambda: ours.sketch_groups(cut, range(len(cut))),
         "2-norm": lambda: x_N.norm(),
         "norms of 100 tensors, for dispersion": lambda: tensor_norms([t[None] for t in cut]),
         "decision, 32 workers on a ring at a quarter of the distance": decision(),

@@ -53,9 +53,9 @@ scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, NUM_STEPS)
 """,
     "Sketch(": """
 from gossamer.consensus import Sketch, sketch_distance, sketch_error
-parameters, groups = list(model.parameters()), [0, 0, 1, 1]
+parameters = list(model.parameters())
 tensors = [torch.stack([p, 2 * p]).detach() for p in parameters]
-sketches_nm = Sketch().sketch_stacked(tensors, groups).sum(1).numpy()
+sketches_nm = Sketch().sketch_stacked(tensors).numpy()
 """,
     "parse_control(": """
 import numpy as np

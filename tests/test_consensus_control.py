@@ -11,29 +11,28 @@ import pytest
 import torch
 
 from gossamer.consensus import (
-    CONTROLS,
     AdaConsensus,
     Adaptive,
     Constant,
-    Controller,
     CriticalState,
     CriticalTarget,
     Decision,
     Exact,
     Gamma,
-    Needs,
     Observation,
     Phases,
     Plain,
     Repeat,
     Sketch,
-    State,
     bind,
     critical_distance,
-    mixed_distance,
     parse_control,
     sketch_distance,
 )
+from gossamer.consensus.control import Controller, mixed_distance
+from gossamer.consensus.controls import CONTROLS
+from gossamer.consensus.critical import Smoothed
+from gossamer.consensus.targets import Needs, State
 from gossamer.errors import UserError
 from gossamer.topology import Schedule, complete, damped, parse, ring, star, static
 from gossamer.topology.weights import uniform
@@ -153,10 +152,10 @@ def test_sketches_tell_the_distance_after_rounds() -> None:
     """Mixing sketches of parameters is sketching mixed parameters."""
     x_WN = torch.randn(8, 5000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     rounds = [parse("one_peer_ring", 8).round(step) for step in range(3)]
-    predicted = mixed_distance(rounds, Sketch().sketch_stacked([x_WN], [0])[:, 0].numpy())
+    predicted = mixed_distance(rounds, Sketch().sketch_stacked([x_WN]).numpy())
     for round in rounds:
         x_WN = torch.from_numpy(round.matrix() @ x_WN.numpy())
-    mixed = Sketch().sketch_stacked([x_WN], [0])[:, 0].numpy()
+    mixed = Sketch().sketch_stacked([x_WN]).numpy()
     assert predicted == pytest.approx(sketch_distance(mixed), rel=1e-12)
 
 
@@ -324,6 +323,7 @@ def test_a_state_survives_json(text: str, order: str) -> None:
     (through, left), (saved, restored) = run(saves=False), run(saves=True)
     assert through == saved
     assert left == restored
+    assert left.digest == restored.digest
     assert len(set(through)) > 1, "the control must have acted"
 
 
@@ -334,6 +334,17 @@ def test_digests_tell_decisions_apart() -> None:
         for rounds in [(ring(8),), (ring(8), ring(8)), (complete(8),), ()]
     ]
     assert len({decision.digest for decision in decisions}) == 4
+
+
+def test_digests_tell_states_apart() -> None:
+    """Ranks compare digests and not states, of which every number counts."""
+    points = sketches_of(4)
+    moved = CriticalState().observe(points, points)
+    further = moved.observe(points, 2 * points)
+    states = [State(), State(held=1), State(phase=1), State(gradient2=Smoothed().add(1.0))]
+    states += [State(critical=critical) for critical in (moved, further)]
+    assert len({state.digest for state in states}) == len(states)
+    assert len(states[-1].digest) == 16
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
@@ -686,7 +697,12 @@ def test_values_of_another_kind_are_refused(build: Callable[[], object], reason:
     ("text", "schedule", "order", "reason"),
     [
         ("repeat(exact)", static(ring(4)), "awc", "while the gradient is computed"),
-        ("plain", static(ring(4)), "abc", "order must be one of awc, atc"),
+        (
+            "plain",
+            static(ring(4)),
+            "abc",
+            "order must be one of awc, atc, got .abc.; did you mean .awc",
+        ),
         ("gamma", static(ring(4)), "abc", "order must be one of awc, atc"),
         ("auto", static(star(4, weights=uniform)), "atc", "conserve the mean"),
     ],

@@ -14,6 +14,7 @@ from torch.optim import SGD, AdamW
 from torch.utils._pytree import tree_map
 
 import gossamer
+from gossamer.consensus.targets import Needs, State
 from gossamer.errors import UserError
 from gossamer.gossip import ExchangeError, decentralize
 from gossamer.topology import complete
@@ -316,10 +317,10 @@ def test_decisions_that_differ_are_an_error() -> None:
             return self
 
         schedule = gossamer.topology.parse("ring", 3)
-        start = gossamer.consensus.State()
+        start = State()
 
         def needs(self, step: int, state: object) -> object:
-            return gossamer.consensus.Needs()
+            return Needs()
 
         def decide(self, seen: object, state: object) -> tuple[object, object]:
             round = gossamer.topology.parse("star", 3).round(0) if self._rank == 1 else complete(3)

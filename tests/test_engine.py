@@ -92,6 +92,23 @@ def test_a_budget_ends_a_run_at_the_step_that_reaches_it(
         assert step.lr < 0.25 * spec().lr
 
 
+@pytest.mark.parametrize(
+    ("order", "control", "degrees"),
+    [
+        ("awc", "plain", [6, 2, 2, 2]),  # of the next step
+        ("awc", "ada_consensus(plain)", [6, 2, 2, 2]),
+        ("atc", "plain", [6, 6, 2, 2]),  # of the step that was taken
+        ("atc", "repeat(plain)", [6, 6, 2, 2]),
+    ],
+)
+def test_records_tell_the_rounds_that_were_chosen_last(
+    order: str, control: str, degrees: list[int]
+) -> None:
+    """With a control and without; Ada's graph changes after six steps, three per record."""
+    ada = spec(workers=8, topology="ada(k0=6, gamma=4)", order=order, control=control)
+    assert [step.degree for step in run(ada) if isinstance(step, Step)] == degrees
+
+
 def test_a_run_that_diverges_ends_and_says_so() -> None:
     """Losses that are no longer finite end the run; they are kept as they are."""
     story = list(run(spec(lr=1e200, log_every=1)))
@@ -112,8 +129,10 @@ def test_records_survive_their_line_and_others_are_refused() -> None:
     newer = '{"kind": "started", "schema_version": 99, "something": "new"}'
     with pytest.raises(UserError, match="of schema 1 or older, got 99"):
         records.from_line(newer)
-    with pytest.raises(UserError, match="a line that gossamer wrote, got"):
-        records.from_line('{"kind": "step"}')
+    with pytest.raises(UserError, match=r"got '.*' \(step: epoch: Field required\); remove"):
+        records.from_line('{"kind": "step", "step": 3}')
+    with pytest.raises(UserError, match=r"got 'nonsense' \(Invalid JSON: "):
+        records.from_line("nonsense")
 
 
 def test_a_specification_takes_its_recipe_and_has_an_id() -> None:
@@ -143,6 +162,10 @@ def test_a_specification_takes_its_recipe_and_has_an_id() -> None:
         ({"control": "exact", "topology": "centralized"}, "has nothing to control"),
         ({"control": "constant(c=0)"}, "needs a finite c > 0"),
         ({"optimizer_options": {"no_such_option": 1.0}}, "must be those of sgd"),
+        ({"optimizer_options": 3}, "optimizer_options\n.*valid dictionary"),
+        ({"optimizer_options": None}, "optimizer_options\n.*valid dictionary"),
+        ({"workload": 5}, "workload\n.*valid string"),
+        ({"workers": "four"}, "workers\n.*valid integer"),
         ({"workers": 0}, "greater than or equal to 1"),
         ({"sede": 3}, "sede"),
     ],

@@ -39,3 +39,13 @@ def test_a_writer_that_fails_leaves_what_was_there(tmp_path: Path, error: BaseEx
         write_whole(path, write)
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_error_without_a_number_is_quoted_too(tmp_path: Path) -> None:
+    """Writers raise their own OSError, which has words and no strerror."""
+
+    def write(aside: Path) -> None:
+        raise OSError("the image is too large")
+
+    with pytest.raises(UserError, match=r"cannot write .*page.html: the image is too large; "):
+        write_whole(tmp_path / "page.html", write)

@@ -480,7 +480,7 @@ def test_neighbours_are_received_around_the_circle() -> None:
     def body(group: ProcessGroup) -> list[int]:
         model = make_model()
         gossip = decentralize(model, sgd(model), "ring", process_group=group)
-        senders = gossip._transport._plan(ring(4)).senders
+        senders = gossip._transport._part_in(ring(4)).senders
         gossip.close()
         return senders
 
@@ -563,7 +563,8 @@ def test_a_peer_that_does_not_come_is_named_in_time() -> None:
         ({"order": "abc"}, "order must be one of awc, atc, got 'abc'"),
         ({"gossip_steps": 2}, "awc mixes once per step, .* got gossip_steps=2; use order='atc'"),
         ({"order": "atc", "gossip_steps": 0}, "gossip_steps must be at least 1, got 0"),
-        ({"buffers": "none"}, "buffers must be one of average, local, mix, got 'none'"),
+        ({"buffers": "none"}, "buffers must be one of average, local, mix, got 'none'; "),
+        ({"buffers": "averaged"}, "did you mean 'average'"),
         ({"bucket_mb": 0}, "bucket_mb must be above 0, got 0"),
         ({"timeout": timedelta(0)}, "timeout must be above 0, got 0:00:00"),
     ],

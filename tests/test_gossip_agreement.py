@@ -219,6 +219,15 @@ def test_a_rank_that_leaves_says_why() -> None:
     assert zero.failure("it", (1,), RuntimeError()).culprit == 2
 
 
+def test_last_calls_are_named_as_such() -> None:
+    """A call that is noted may be over, and a rank may have made none."""
+    zero, one, _two = boards(3)
+    with one.calling("averaged()"):
+        pass
+    said = zero.calls_of([1, 2])
+    assert said == "rank 1 last called averaged(), rank 2 has made no collective call"
+
+
 def test_a_blocked_rank_is_not_blamed_and_warns(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed import ProcessGroup
 from torch.optim import SGD
@@ -14,6 +16,8 @@ from torch.profiler import profile
 from torch.utils.tensorboard import SummaryWriter
 
 from gossamer.gossip import Stats, decentralize
+from gossamer.gossip.bulletin import Bulletin
+from gossamer.gossip.transport import Transport
 from tests.ranks import run_ranks
 from tests.reference import loss_of, make_model
 
@@ -47,6 +51,21 @@ def test_waiting_is_exposed_only_where_nothing_hides_it() -> None:
     num_bytes = 8 * 80  # 67 parameters of 8 bytes in four aligned places
     assert exposed.messages_sent == 3
     assert exposed.bytes_sent == 3 * num_bytes
+
+
+def test_waiting_for_an_average_is_meeting() -> None:
+    """All ranks wait for the last one."""
+
+    def body(group: ProcessGroup) -> float:
+        board = Bulletin(group, timedelta(seconds=10))
+        transport = Transport(group, board, torch.device("cpu"))
+        time.sleep(0.1 * group.rank())
+        transport.average(torch.ones(3))
+        transport.close()
+        return transport.meeting_s
+
+    early, _late = run_ranks(2, body)
+    assert early > 0.03
 
 
 def test_a_profile_shows_the_phases_of_a_step() -> None:

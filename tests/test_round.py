@@ -36,6 +36,21 @@ def test_neighbours_are_the_rows_and_columns_of_the_matrix() -> None:
     assert part.receives.weights.tolist() == part.sends.weights.tolist() == [0.5]
 
 
+def test_shifts_are_a_row_that_all_share() -> None:
+    """From 0 on, whichever way the graph points; other graphs have none."""
+    for round in (ring(5), complete(4), exponential(8), from_matrix(DIRECTED), ring(1)):
+        assert round.shifts is not None
+        row = np.zeros(round.num_workers)
+        row[round.shifts.distances] = round.shifts.weights
+        rows = [np.roll(row, worker) for worker in range(round.num_workers)]
+        assert round.matrix().toarray().tolist() == np.array(rows).tolist()
+        assert round.shifts.distances.tolist() == sorted(round.shifts.distances.tolist())
+    swapped = [[0, 1, 0, 0], [1, 0, 0, 0], [0, 0, 0, 1], [0, 0, 1, 0]]  # as many in each row
+    unequal = [[0.5, 0.5], [0.5, 0.5 + 1e-15]]
+    for round in (star(5), from_matrix(swapped), from_matrix(unequal)):
+        assert round.shifts is None
+
+
 @pytest.mark.parametrize("worker", [-1, 3])
 def test_a_worker_outside_the_round_is_refused(worker: int) -> None:
     """Negative numbers do not count from the end: a rank is a rank."""

@@ -25,7 +25,9 @@ def write_whole(path: Path, write: Callable[[Path], Any]) -> None:
         write(aside)
         aside.replace(path)
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; choose another place") from error
+        raise UserError(
+            f"cannot write {path}: {error.strerror or error}; choose another place"
+        ) from error
     finally:
         with contextlib.suppress(OSError):  # not there: it has its name, or was never begun
             aside.unlink()

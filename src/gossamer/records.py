@@ -132,6 +132,9 @@ def from_line(line: str) -> Record:
                 f"records must be of schema {SCHEMA} or older, got {version[1]}; read them with "
                 "the version of gossamer that wrote them"
             ) from error
+        first = error.errors()[0]
+        where = "".join(f"{part}: " for part in first["loc"])
         raise UserError(
-            f"a record must be a line that gossamer wrote, got {line[:80]!r}; {error.errors()[0]}"
+            f"a record must be a line that gossamer wrote, got {line[:80]!r} "
+            f"({where}{first['msg']}); remove the line, or run again what wrote it"
         ) from error

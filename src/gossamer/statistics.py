@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
 
-from gossamer.errors import UserError
+from gossamer.errors import UserError, nearest
 
 
 class StatisticsPolicy(NamedTuple):
@@ -30,7 +30,10 @@ POLICIES: dict[str, StatisticsPolicy] = {
 def policy_of(buffers: str) -> StatisticsPolicy:
     """Return the policy of a name."""
     if buffers not in POLICIES:
-        raise UserError(f"buffers must be one of {', '.join(POLICIES)}, got {buffers!r}")
+        raise UserError(
+            f"buffers must be one of {', '.join(POLICIES)}, got {buffers!r}; "
+            f"{nearest(buffers, POLICIES)}"
+        )
     return POLICIES[buffers]
 
 

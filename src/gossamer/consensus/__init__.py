@@ -6,57 +6,47 @@ feed the same objects.
 """
 
 from gossamer.consensus.actions import AdaConsensus, Gamma, Repeat
-from gossamer.consensus.control import Control, Controller, Decision, mixed_distance
-from gossamer.consensus.controls import CONTROLS, bind, parse_control
-from gossamer.consensus.critical import Critical, CriticalState, critical_distance
-from gossamer.consensus.dispersion import Dispersion, check_interval, dispersion, tensor_norms
+from gossamer.consensus.control import Control, Decision
+from gossamer.consensus.controls import bind, parse_control
+from gossamer.consensus.critical import CriticalState, critical_distance
+from gossamer.consensus.dispersion import check_interval, dispersion, tensor_norms
 from gossamer.consensus.distance import (
     Sketch,
     bounds,
     consensus_distance,
     sketch_distance,
     sketch_error,
-    tensor_distances,
     theta,
 )
-from gossamer.consensus.steering import Gathered, Meter, Plan, name_of, planner
+from gossamer.consensus.steering import Gathered, Plan, name_of, planner
 from gossamer.consensus.targets import (
     Adaptive,
     Constant,
     CriticalTarget,
     Exact,
-    Needs,
     Observation,
     Phases,
     Plain,
-    State,
     Target,
 )
 
 __all__ = [
-    "CONTROLS",
     "AdaConsensus",
     "Adaptive",
     "Constant",
     "Control",
-    "Controller",
-    "Critical",
     "CriticalState",
     "CriticalTarget",
     "Decision",
-    "Dispersion",
     "Exact",
     "Gamma",
     "Gathered",
-    "Meter",
-    "Needs",
     "Observation",
     "Phases",
     "Plain",
     "Plan",
     "Repeat",
     "Sketch",
-    "State",
     "Target",
     "bind",
     "bounds",
@@ -64,13 +54,11 @@ __all__ = [
     "consensus_distance",
     "critical_distance",
     "dispersion",
-    "mixed_distance",
     "name_of",
     "parse_control",
     "planner",
     "sketch_distance",
     "sketch_error",
-    "tensor_distances",
     "tensor_norms",
     "theta",
 ]

@@ -19,7 +19,7 @@ from gossamer.consensus.targets import (
     Plain,
     Target,
 )
-from gossamer.errors import UserError, nearest_in_brackets
+from gossamer.errors import UserError, nearest, nearest_in_brackets
 from gossamer.topology import Schedule
 
 
@@ -77,7 +77,9 @@ _ACTIONS: dict[str, Callable[[Target], Control]] = {"awc": AdaConsensus, "atc": 
 def check_order(order: str) -> None:
     """Refuse what is not an order."""
     if order not in _ACTIONS:
-        raise UserError(f"order must be one of {', '.join(_ACTIONS)}, got {order!r}")
+        raise UserError(
+            f"order must be one of {', '.join(_ACTIONS)}, got {order!r}; {nearest(order, _ACTIONS)}"
+        )
 
 
 def bind(control: Control | Target, schedule: Schedule, order: str) -> Controller:

@@ -7,11 +7,12 @@ the sketches are the sketches after a round W. Who has them can tell Ξ after an
 touching parameters.
 """
 
-# n, W: workers, N: elements of a tensor, G: groups of tensors, m: floats in a sketch
+# n, W: workers, N: elements of a tensor, m: floats in a sketch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, final
 
 import numpy as np
@@ -31,18 +32,17 @@ _BLOCKS_PER_SUM = 64
 """Blocks that are added up in single precision before the sum goes into a double."""
 
 
-def consensus_distance(tensors: Sequence[Tensor]) -> float:
-    """Return Ξ = √((1/n) Σ_i ‖x_i − x̄‖²), where x_i is row i of all tensors.
+@torch.no_grad()
+def consensus_distance(tensors: Iterable[Tensor]) -> float:
+    """Return Ξ = √((1/n) Σ_i ‖x_i − x̄‖²), where x_i is row i of all tensors [n, ...].
 
     >>> consensus_distance([torch.tensor([[0.0, 3.0], [2.0, 3.0]])])
     1.0
     """
-    return float(np.linalg.norm(tensor_distances(tensors)))
-
-
-def tensor_distances(tensors: Sequence[Tensor]) -> FloatArray:
-    """Return the consensus distance of each tensor [n, ...]; their squares sum to Ξ²."""
-    return np.array([_distance(tensor) for tensor in tensors])
+    # A variance, and not a norm of differences: it needs no copy of all workers, and is as exact
+    # as in double precision where workers are close.
+    variances = (tensor.var(0, correction=0).sum(dtype=torch.float64) for tensor in tensors)
+    return math.sqrt(sum(map(float, variances)))
 
 
 def theta(x_nN: FloatArray, round: Round) -> float:
@@ -106,20 +106,11 @@ class Sketch:
 
     def sketch(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the sketch [m] of one worker, in double precision."""
-        return self.sketch_groups(tensors, [0] * len(tensors)).sum(0)
-
-    def sketch_groups(self, tensors: Sequence[Tensor], groups: Sequence[int]) -> Tensor:
-        """Return sketches [G, m] of one worker, one per group of tensors; they sum to its sketch.
-
-        Args:
-            tensors: the parameters of one worker.
-            groups: the number of each tensor's group, from 0.
-        """
-        return self.sketch_stacked([tensor.unsqueeze(0) for tensor in tensors], groups)[0]
+        return self.sketch_stacked([tensor.unsqueeze(0) for tensor in tensors])[0]
 
     @torch.no_grad()
-    def sketch_stacked(self, tensors: Sequence[Tensor], groups: Sequence[int]) -> Tensor:
-        """Return sketches [W, G, m] of stacked tensors [W, ...]: row w is worker w's sketch."""
+    def sketch_stacked(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return sketches [W, m] of stacked tensors [W, ...]: row w is worker w's sketch."""
         first = tensors[0]
         num_workers = first.shape[0]
         flat = [tensor.reshape(num_workers, -1) for tensor in tensors]
@@ -129,19 +120,15 @@ class Sketch:
         num_rows = min(_ROWS, -(-num_elements // self.size))
         # One sum per sign of a block; only at the end are rows of it added to the m floats.
         sums_Wb = table.new_zeros(num_workers, num_rows * self.size)
-        shape = (num_workers, max(groups) + 1, self.size)
-        sketch_WGm = torch.zeros(shape, dtype=torch.float64, device=first.device)
+        sketch_Wm = torch.zeros(num_workers, self.size, dtype=torch.float64, device=first.device)
 
-        def collect(group: int) -> None:
+        def collect() -> None:
             rows = sums_Wb.view(num_workers, num_rows, self.size)
-            sketch_WGm[:, group] += rows.sum(1, dtype=torch.float64)
+            sketch_Wm.add_(rows.sum(1, dtype=torch.float64))
             sums_Wb.zero_()
 
-        end, open_group = 0, groups[0]
-        for x_WN, group in zip(flat, groups, strict=True):
-            if group != open_group:
-                collect(open_group)
-                open_group = group
+        end = 0
+        for x_WN in flat:
             first_element, end = end, end + x_WN.shape[1]
             for block in range(first_element // self._block, -(-end // self._block)):
                 origin = block * self._block
@@ -150,9 +137,9 @@ class Sketch:
                 part = x_WN[:, low - first_element : high - first_element]
                 sums_Wb[:, low - origin : high - origin].addcmul_(part, signs, value=flips[block])
                 if high % (_BLOCKS_PER_SUM * self._block) == 0:
-                    collect(group)
-        collect(open_group)
-        return sketch_WGm
+                    collect()
+        collect()
+        return sketch_Wm
 
     def _draw_blocks(self, num_blocks: int) -> tuple[list[int], list[int]]:
         """Return where each block starts in the table of signs, and the block's own sign."""
@@ -189,11 +176,6 @@ def sketch_error(sketches_nm: FloatArray) -> float:
         return 0.0
     directions = total**2 / float(np.sum(gram_nn**2))
     return float(np.sqrt(1 / (2 * sketches_nm.shape[1] * directions)))
-
-
-def _distance(tensor: Tensor) -> float:
-    x_WN = tensor.detach().flatten(1).double()
-    return float((x_WN - x_WN.mean(0)).square().sum().div(x_WN.shape[0]).sqrt())
 
 
 def _root_mean_square(x_nN: FloatArray) -> float:

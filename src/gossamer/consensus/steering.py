@@ -183,7 +183,9 @@ class _Steered:
     def before_update(self, step: int) -> None:
         # With the rate go the step and the state: ranks in different states would soon wait for
         # different things.
-        self._lr = self._meter.begin_lr(f"a decision of {self._name} at {step} in {self._state}")
+        self._lr = self._meter.begin_lr(
+            f"a decision of {self._name} at {step} in state {self._state.digest}"
+        )
         needs = self._controller.needs(step + self._overlapped, self._state)
         self._gradients = self._meter.begin_gradients() if needs.gradients else None
         # Under awc these are the parameters that are mixed, which have been measured.

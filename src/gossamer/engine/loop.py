@@ -196,7 +196,9 @@ def _differences(spec: RunSpec, clock: _Clock, trainer: Trainer, mixing: Mixing)
     """Return how far workers are apart, and what is done about it."""
     sketches = mixing.sketches()
     decision, norms = mixing.decision, mixing.last_norms
-    plain = (mixing.schedule.round(clock.step - 1),) * spec.gossip_steps
+    # Under awc the next step's round has been chosen, and its exchange has begun.
+    last_chosen = clock.step if spec.order == "awc" else clock.step - 1
+    plain = (mixing.schedule.round(last_chosen),) * spec.gossip_steps
     rounds = plain if decision is None else decision.rounds
     spreads: dict[str, Spread] = {}
     if norms is not None and clock.step % spec.log_every == 0:  # else they are of another step

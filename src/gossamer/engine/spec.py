@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import lru_cache
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import torch
 from pydantic import (
@@ -35,9 +35,7 @@ from gossamer.workloads import Workload, parse_sharding
 CENTRALIZED = "centralized"
 """In place of a topology: gradients are averaged over all workers, which hold one model."""
 
-MakeOptimizer: TypeAlias = Callable[..., Optimizer]
-
-OPTIMIZERS: dict[str, MakeOptimizer] = {
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "sgd": SGD,
     "adam": Adam,
     "adamw": AdamW,
@@ -110,8 +108,8 @@ class RunSpec(BaseModel):
     workers in centralized training, and a worker and its neighbours otherwise."""
 
     lr_follows_graph: bool = False
-    """Whether it is the neighbourhood of each step, or that of the first one; it is all workers for
-    local SGD."""
+    """Whether ``lr_scaling`` uses the neighbourhood at each step, in place of the first step's.
+    For local SGD that is all workers, always."""
 
     reference_batch: PositiveInt = _FROM_RECIPE
     warmup_epochs: NonNegativeFloat = _FROM_RECIPE
@@ -146,18 +144,22 @@ class RunSpec(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _take_recipe(cls, given: dict[str, Any]) -> dict[str, Any]:
+        # What is of another type is left as it is: the fields refuse it.
+        if not isinstance(given.get("workload", ""), str):
+            return given
         workload = workloads.find(given.get("workload", ""))
         recipe = asdict(workload.recipe)
         other_optimizer = given.get("optimizer", recipe["optimizer"]) != recipe["optimizer"]
         if other_optimizer:  # its options are not the recipe's
             recipe["optimizer_options"] = {}
         full = {**recipe, **given}
-        full["optimizer_options"] = {
-            name: tuple(value) if isinstance(value, list) else value
-            for name, value in full["optimizer_options"].items()
-        }
+        if isinstance(full["optimizer_options"], dict):
+            full["optimizer_options"] = {
+                name: tuple(value) if isinstance(value, list) else value
+                for name, value in full["optimizer_options"].items()
+            }
         if full["steps_per_epoch"] is None:
-            with contextlib.suppress(TypeError, KeyError):  # of another type: refused below
+            with contextlib.suppress(TypeError, KeyError):
                 per_step = full["workers"] * full["batch_size"]
                 full["steps_per_epoch"] = max(1, workload.num_train // max(1, per_step))
         return full
@@ -197,7 +199,11 @@ class RunSpec(BaseModel):
 
     @property
     def id(self) -> str:
-        """A short name that differs wherever anything does that decides the result."""
+        """A short name that differs wherever anything does that decides the result.
+
+        Two runs of one id agree to rounding and not to the bit: a simulation times how many workers
+        it computes at once, and takes what is fastest on that machine.
+        """
         fields = json.dumps(self.model_dump(exclude={"method"}), sort_keys=True)
         text = f"{self.make_workload().version} {fields}"
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

@@ -229,10 +229,19 @@ class Bulletin:
             return self._failure
 
     def calls_of(self, ranks: Sequence[int]) -> str:
-        """Return which calls other ranks have made last, in words."""
+        """Return which calls other ranks have made last, in words.
+
+        They may be over: what ranks gather at every step is not noted, for that would cost time.
+        """
         calls = self._ask(lambda: [self._get(f"call/{rank}") for rank in ranks], [])
-        pairs = zip(ranks, calls, strict=False)
-        return ", ".join(f"rank {rank} in {call.partition(' ')[2]}" for rank, call in pairs)
+        if not calls:
+            return f"{name_ranks(ranks)} elsewhere"
+        return ", ".join(
+            f"rank {rank} last called {call.partition(' ')[2]}"
+            if call
+            else f"rank {rank} has made no collective call"
+            for rank, call in zip(ranks, calls, strict=True)
+        )
 
     def leave(self, reason: str) -> None:
         """Tell the others why this rank ends before they do."""

@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from gossamer.consensus import Decision, Plan, tensor_norms
+from gossamer.consensus import Decision, Plan
 from gossamer.errors import UserError
 from gossamer.gossip import hooks
 from gossamer.gossip.buckets import unflatten_
 from gossamer.gossip.bulletin import Bulletin, ExchangeError
 from gossamer.gossip.meter import RankMeter
-from gossamer.gossip.mixer import Mixer, State
+from gossamer.gossip.mixer import Mixer, MixerState
 from gossamer.gossip.orders import Order
 from gossamer.gossip.parameters import Guard
 from gossamer.gossip.stats import Stats
@@ -387,7 +387,7 @@ class Gossip:
             self._bulletin.leave(
                 "ended its gossip (where ranks have fewer batches than others, use join())"
             )
-            if self._mixer.state is not State.BROKEN:
+            if self._mixer.state is not MixerState.BROKEN:
                 atexit.unregister(self._leave)
                 self._transport.close()
         finally:
@@ -401,7 +401,7 @@ class Gossip:
             return
         raised = getattr(sys, "last_value", None)
         self._bulletin.leave("ended without close()" if raised is None else f"raised {raised!r}")
-        if self._mixer.state is State.IN_FLIGHT:
+        if self._mixer.state is MixerState.IN_FLIGHT:
             _log.warning("gossip was not closed; waiting for the exchange in flight")
             waiter = threading.Thread(target=_drain_quietly, args=(self._mixer,), daemon=True)
             waiter.start()
@@ -466,14 +466,12 @@ class Gossip:
         self._stepped, self._begun = [], False
         self._guard.renew()
         if self._norms_every and (self.num_steps + 1) % self._norms_every == 0:
-            own = tensor_norms([tensor.unsqueeze(0) for tensor in self._tensors.trained])
-            gathered = self._transport.begin_gather_rows(torch.from_numpy(own[:, 0]))
-            self.last_norms = gathered().T.numpy()
+            self.last_norms = self._meter.norms()
         self._order.after_step(self._mixer, self._plan, self.num_steps)
         self.num_steps += 1
 
     def _check_unchanged(self) -> None:
-        if self._mixer.state is State.IN_FLIGHT:
+        if self._mixer.state is MixerState.IN_FLIGHT:
             self._guard.check_unchanged()
 
     def _check_open(self) -> None:

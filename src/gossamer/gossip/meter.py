@@ -1,4 +1,4 @@
-"""Sketches of one rank's parameters and gradients, for a controller on all ranks."""
+"""What one rank measures of its parameters and gradients, for all ranks to know."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from gossamer.consensus import Gathered, Sketch
+from gossamer.consensus import Gathered, Sketch, tensor_norms
 from gossamer.gossip.transport import Transport
+from gossamer.topology.round import FloatArray
 
 _NOT_TRAINING = -1
 """In place of a learning rate; these are not the bits of one."""
@@ -26,7 +27,7 @@ class RankMeter:
     Args:
         trained: the parameters, in an order that is the same on all ranks.
         optimizers: the first one's learning rate is the one that a controller sees.
-        transport: how sketches travel.
+        transport: how measurements travel.
     """
 
     def __init__(
@@ -65,8 +66,15 @@ class RankMeter:
 
         return agreed
 
+    def norms(self) -> FloatArray:
+        """Return the L2 norms [T, W] of every parameter tensor of every worker."""
+        own = torch.from_numpy(tensor_norms([tensor.unsqueeze(0) for tensor in self._trained]))
+        row = own[:, 0].to(self._trained[0].device)
+        collect = self._transport.begin_gather_rows(row, "the norms of all ranks")
+        return collect().T.numpy(force=True)
+
     def _begin(self, tensors: Sequence[Tensor], scale: float = 1.0) -> Gathered:
         with record_function("Gossip::sketch"):
             row = self._sketch.sketch(tensors).mul_(scale)
-            collect = self._transport.begin_gather_rows(row)
+            collect = self._transport.begin_gather_rows(row, "the sketches of all ranks")
         return lambda: collect().numpy(force=True)

@@ -25,7 +25,7 @@ from gossamer.gossip.transport import Exchange, Transport
 from gossamer.topology import Round
 
 
-class State(enum.Enum):
+class MixerState(enum.Enum):
     """Where a mixer is between two rounds."""
 
     IDLE = "idle"
@@ -60,7 +60,7 @@ class Mixer:
         *,
         compares_rounds: bool = False,
     ) -> None:
-        self._state = State.IDLE
+        self._state = MixerState.IDLE
         # - What is mixed
         self._targets = [*buckets, *changing]
         self._sources = [*buckets, *(torch.empty_like(bucket) for bucket in changing)]
@@ -79,9 +79,9 @@ class Mixer:
         self._started_at = 0.0
 
     @property
-    def state(self) -> State:
+    def state(self) -> MixerState:
         """Where it is; broken from the first failure on, whichever wait it was in."""
-        return State.BROKEN if self._bulletin.broken else self._state
+        return MixerState.BROKEN if self._bulletin.broken else self._state
 
     def start(self, round: Round, step: int, *, agrees_on: str = "") -> None:
         """Begin to exchange all buckets; returns at once.
@@ -92,7 +92,7 @@ class Mixer:
             agrees_on: a digest that must be the same on all ranks, which compare it meanwhile.
         """
         self._bulletin.raise_failure()
-        assert self.state is State.IDLE, "finish a round before the next one starts"
+        assert self.state is MixerState.IDLE, "finish a round before the next one starts"
         self._bulletin.at(step, round.digest)
         self._started_at = time.perf_counter()
         with record_function("Mixer::start"), torch.no_grad():
@@ -104,38 +104,40 @@ class Mixer:
                     source.copy_(target)
                 exchange = self._transport.begin(round, source, self._inboxes[tag], tag)
                 self._in_flight.append(exchange)
-        self._state = State.IN_FLIGHT
+        self._state = MixerState.IN_FLIGHT
 
     def drain(self) -> None:
         """Wait until nothing is on the wire; the mixing itself is left to ``finish``."""
         self._bulletin.raise_failure()
-        if self.state is State.IN_FLIGHT:
+        if self.state is MixerState.IN_FLIGHT:
             with record_function("Mixer::drain"):
                 for exchange in self._in_flight:
                     self._wait_for(exchange)
-                self._landed(State.DRAINED)
+                self._landed(MixerState.DRAINED)
 
     def finish(self) -> None:
         """Wait for each bucket and mix it, in the order in which they were started."""
         self._bulletin.raise_failure()
-        assert self.state in (State.IN_FLIGHT, State.DRAINED), f"nothing to finish: {self.state}"
+        assert self.state in (MixerState.IN_FLIGHT, MixerState.DRAINED), (
+            f"nothing to finish: {self.state}"
+        )
         with record_function("Mixer::finish"), torch.no_grad():
             for tag, exchange in enumerate(self._in_flight):
-                if self.state is State.IN_FLIGHT:
+                if self.state is MixerState.IN_FLIGHT:
                     self._wait_for(exchange)
                 self._mix(tag, exchange)
-            self._landed(State.IDLE)
+            self._landed(MixerState.IDLE)
         self._in_flight = []
 
     def discard(self) -> None:
         """Wait until nothing is on the wire, and forget what was received."""
         self.drain()
-        self._state, self._in_flight = State.IDLE, []
+        self._state, self._in_flight = MixerState.IDLE, []
 
     def close(self) -> None:
         """Wait for what is in flight, and let go of all memory."""
         try:
-            if self.state is State.IN_FLIGHT:
+            if self.state is MixerState.IN_FLIGHT:
                 self.drain()
         finally:
             self._in_flight, self._inboxes, self._sources, self._targets = [], [], [], []
@@ -160,7 +162,7 @@ class Mixer:
         self._transport.wait_for(exchange)
         self.exposed_s += time.perf_counter() - began
 
-    def _landed(self, state: State) -> None:
-        if self.state is State.IN_FLIGHT:
+    def _landed(self, state: MixerState) -> None:
+        if self.state is MixerState.IN_FLIGHT:
             self.in_flight_s += time.perf_counter() - self._started_at
         self._state = state

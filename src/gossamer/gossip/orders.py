@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol, final
 
 from gossamer.consensus import Plan
-from gossamer.gossip.mixer import Mixer, State
+from gossamer.gossip.mixer import Mixer, MixerState
 from gossamer.topology import Round
 
 
@@ -29,7 +29,7 @@ class Order(Protocol):
 class _AdaptWhileCombine:
     def before_step(self, mixer: Mixer, plan: Plan, step: int) -> None:
         plan.before_update(step)
-        if mixer.state is not State.IDLE:  # idle at step 0: all start equal
+        if mixer.state is not MixerState.IDLE:  # idle at step 0: all start equal
             mixer.finish()
 
     def after_step(self, mixer: Mixer, plan: Plan, step: int) -> None:

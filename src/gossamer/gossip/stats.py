@@ -32,7 +32,8 @@ class Stats:
     """Time between the start of exchanges and the end of the wait for them."""
 
     meeting_s: float
-    """Time that training stood still for numbers from all ranks: GradScaler, join(), averages."""
+    """Time that training stood still for what all ranks meet in: GradScaler, join(), a control,
+    averages."""
 
     @property
     def exposed_per_step_s(self) -> float:

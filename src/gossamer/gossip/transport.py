@@ -70,7 +70,7 @@ class Exchange:
 
 @final
 @dataclass(frozen=True, slots=True)
-class _Plan:
+class _Part:
     """One rank's part in a round."""
 
     self_weight: float
@@ -109,7 +109,7 @@ class Transport:
         self.bytes_sent = 0
         self.messages_sent = 0
         self.meeting_s = 0.0
-        """Time spent waiting for numbers from all ranks."""
+        """Time spent waiting for what all ranks meet in."""
         self._device = device
         self._on_cpu = device.type == "cpu"
         self._bulletin = bulletin
@@ -126,7 +126,7 @@ class Transport:
             if reduced and members not in self._groups:
                 self._groups[members] = self._open_group(members, "rounds")
         # - What each round means for this rank
-        self._plan = lru_cache(maxsize=256)(self._make_plan)
+        self._part_in = lru_cache(maxsize=256)(self._make_part)
         # - Further receives on the CPU; see Note [No deadlock]
         self._collector = Collector()
         self._spare: dict[torch.dtype, Tensor] = {}
@@ -140,18 +140,18 @@ class Transport:
             inbox: receives the mean of the neighbours, weighted as in the round.
             tag: number of the bucket.
         """
-        plan = self._plan(round)
-        if not plan.reduced_with:
+        part = self._part_in(round)
+        if not part.reduced_with:
             begin = self._begin_over_gloo if self._on_cpu else self._begin_over_nccl
-            return begin(plan, source, inbox, tag)
+            return begin(part, source, inbox, tag)
         # Dividing while copying leaves the mean where a sum would need another pass. By the size,
         # not times its rounded inverse: parameters would drift by that error, step after step.
-        torch.div(source, len(plan.reduced_with), out=inbox)
-        group = self._groups[plan.reduced_with]
+        torch.div(source, len(part.reduced_with), out=inbox)
+        group = self._groups[part.reduced_with]
         what = f"the average of bucket {tag}"
-        self._count_sum(len(plan.reduced_with), inbox)
-        wait = self._begin_sum(group, plan.reduced_with, inbox, what)
-        return Exchange(plan.self_weight, includes_self=True, waits=[wait])
+        self._count_sum(len(part.reduced_with), inbox)
+        wait = self._begin_sum(group, part.reduced_with, inbox, what)
+        return Exchange(part.self_weight, includes_self=True, waits=[wait])
 
     def wait_for(self, exchange: Exchange) -> None:
         """Return when the exchange's inbox is filled and its source may change again."""
@@ -166,9 +166,7 @@ class Transport:
         wide = tensor.float() if tensor.element_size() == 2 else tensor
         mean = wide / self.size
         self._count_sum(self.size, mean)
-        wait = self._begin_sum(self._meeting, self._everyone, mean, "an average")
-        with self._bulletin.blocked():
-            wait()
+        self._meet_in(self._begin_sum(self._meeting, self._everyone, mean, "an average"))
         return mean
 
     def meet(self, call: str) -> None:
@@ -202,15 +200,15 @@ class Transport:
 
         return collect
 
-    def begin_gather_rows(self, row: Tensor) -> Callable[[], Tensor]:
+    def begin_gather_rows(self, row: Tensor, what: str) -> Callable[[], Tensor]:
         """Begin to collect a vector from every rank; return the function that waits for them all.
 
         Args:
             row: this rank's, [m]; of one size on all ranks.
+            what: what the vectors are, for whoever asks why it failed.
         """
         self._bulletin.raise_failure()
         rows = [torch.empty_like(row) for _ in self._everyone]
-        what = "the sketches of all ranks"
         others = self._others_in(self._everyone)
         wait = self._post(lambda: self._meeting.allgather([rows], [row]), what, others)
 
@@ -253,7 +251,7 @@ class Transport:
     def close(self) -> None:
         """End the collecting thread and leave all groups; nothing may be in flight."""
         self._collector.end()
-        self._plan.cache_clear()
+        self._part_in.cache_clear()
         self._spare.clear()
         if not self._on_cpu:
             for group in (self._meeting, *self._groups.values()):
@@ -274,40 +272,40 @@ class Transport:
         for kept in (self._bulletin.store, self._meeting, *self._groups.values()):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
-    def _begin_over_gloo(self, plan: _Plan, source: Tensor, inbox: Tensor, tag: int) -> Exchange:
-        receives = [self._receive(inbox, sender, tag) for sender in plan.senders[:1]]
-        sends = [self._send(source, receiver, tag) for receiver in plan.receivers]
-        if len(plan.senders) < 2:
-            return _messages(plan, [*receives, *sends])
+    def _begin_over_gloo(self, part: _Part, source: Tensor, inbox: Tensor, tag: int) -> Exchange:
+        receives = [self._receive(inbox, sender, tag) for sender in part.senders[:1]]
+        sends = [self._send(source, receiver, tag) for receiver in part.receivers]
+        if len(part.senders) < 2:
+            return _messages(part, [*receives, *sends])
 
         def collect() -> None:
             receives[0]()
             spare = self._spare_like(inbox)
-            for sender, share in zip(plan.senders[1:], plan.shares[1:], strict=True):
+            for sender, share in zip(part.senders[1:], part.shares[1:], strict=True):
                 self._receive(spare, sender, tag)()
                 inbox.lerp_(spare, share)
 
-        return _messages(plan, [self._collector.submit(collect).result, *sends])
+        return _messages(part, [self._collector.submit(collect).result, *sends])
 
-    def _begin_over_nccl(self, plan: _Plan, source: Tensor, inbox: Tensor, tag: int) -> Exchange:
+    def _begin_over_nccl(self, part: _Part, source: Tensor, inbox: Tensor, tag: int) -> Exchange:
         # One batch per bucket, as NCCL requires, so each message gets a tensor of its own, and a
         # round of degree k holds k copies; waiting and mixing are ordered by the device's streams.
-        inboxes = [inbox, *(torch.empty_like(inbox) for _ in plan.senders[1:])]
+        inboxes = [inbox, *(torch.empty_like(inbox) for _ in part.senders[1:])]
         group = self._groups[self._everyone]
         operations = [
-            *(_p2p(dist.irecv, t, s, group) for t, s in zip(inboxes, plan.senders, strict=False)),
-            *(_p2p(dist.isend, source, receiver, group) for receiver in plan.receivers),
+            *(_p2p(dist.irecv, t, s, group) for t, s in zip(inboxes, part.senders, strict=False)),
+            *(_p2p(dist.isend, source, receiver, group) for receiver in part.receivers),
         ]
         works = dist.batch_isend_irecv(operations) if operations else []
-        self._count(len(plan.receivers), len(plan.receivers) * source.nbytes)
+        self._count(len(part.receivers), len(part.receivers) * source.nbytes)
 
         def collect() -> None:
             for work in works:
-                self._wait(work, f"bucket {tag}", tuple(plan.senders))
-            for other, share in zip(inboxes[1:], plan.shares[1:], strict=True):
+                self._wait(work, f"bucket {tag}", tuple(part.senders))
+            for other, share in zip(inboxes[1:], part.shares[1:], strict=True):
                 inbox.lerp_(other, share)
 
-        return _messages(plan, [collect])
+        return _messages(part, [collect])
 
     def _receive(self, target: Tensor, sender: int, tag: int) -> Callable[[], None]:
         group = self._groups[self._everyone]
@@ -377,19 +375,19 @@ class Transport:
             spare = self._spare[inbox.dtype] = torch.empty_like(inbox)
         return spare[: inbox.numel()]
 
-    def _make_plan(self, round: Round) -> _Plan:
-        part = round.neighbours(self.rank)
+    def _make_part(self, round: Round) -> _Part:
+        own = round.neighbours(self.rank)
         group = self._group_in(round)
         reduces = len(group) >= _SMALLEST_REDUCED and group in self._groups
         # Receive from the next rank first, and on around the circle: then not all wait for the
         # same few senders at a time while the links of the others idle.
-        order = np.argsort((part.receives.workers - self.rank) % self.size)
-        weights = part.receives.weights[order]
-        return _Plan(
-            self_weight=part.self_weight,
-            senders=part.receives.workers[order].tolist(),
+        order = np.argsort((own.receives.workers - self.rank) % self.size)
+        weights = own.receives.weights[order]
+        return _Part(
+            self_weight=own.self_weight,
+            senders=own.receives.workers[order].tolist(),
             shares=(weights / np.cumsum(weights)).tolist(),
-            receivers=part.sends.workers.tolist(),
+            receivers=own.sends.workers.tolist(),
             reduced_with=group if reduces else (),
         )
 
@@ -420,8 +418,8 @@ class Transport:
         )
 
 
-def _messages(plan: _Plan, waits: Iterable[Callable[[], object]]) -> Exchange:
-    return Exchange(plan.self_weight, includes_self=False, waits=waits)
+def _messages(part: _Part, waits: Iterable[Callable[[], object]]) -> Exchange:
+    return Exchange(part.self_weight, includes_self=False, waits=waits)
 
 
 def _p2p(operation: Callable[..., Any], tensor: Tensor, peer: int, group: ProcessGroup) -> Any:

@@ -89,18 +89,11 @@ def _plan(round: Round, dtype: torch.dtype, device: torch.device) -> Plan:
 
 def _shifts(round: Round) -> list[tuple[int, float]]:
     """Return (s, weight) with W[i, i + s mod n] = weight for all i, or [] where rows differ."""
-    w, n = round.matrix(), round.num_workers
-    degree, rest = divmod(w.nnz, n)
-    if rest or not np.array_equal(np.diff(w.indptr), np.full(n, degree)):
+    if round.shifts is None:
         return []
-    distances = (w.indices.reshape(n, degree) - np.arange(n)[:, None]) % n
-    order = np.argsort(distances, axis=1)
-    distances = np.take_along_axis(distances, order, axis=1)
-    weights = np.take_along_axis(w.data.reshape(n, degree), order, axis=1)
-    if np.ptp(distances, axis=0).any() or np.ptp(weights, axis=0).any():
-        return []
-    nearest = (distances[0] + n // 2) % n - n // 2  # backwards where that is nearer
-    return list(zip(nearest.tolist(), weights[0].tolist(), strict=True))
+    (distances, weights), n = round.shifts, round.num_workers
+    nearest = (distances + n // 2) % n - n // 2  # backwards where that is nearer
+    return list(zip(nearest.tolist(), weights.tolist(), strict=True))
 
 
 def _nothing(x_WN: Tensor) -> None:

@@ -375,7 +375,7 @@ class _Meter:
         return lambda: float(self._optimizer.param_groups[0]["lr"])
 
     def _measured(self, tensors: Sequence[Tensor]) -> Gathered:
-        sketches = self._sketch.sketch_stacked(tensors, [0] * len(tensors))[:, 0].numpy(force=True)
+        sketches = self._sketch.sketch_stacked(tensors).numpy(force=True)
         return lambda: sketches
 
 

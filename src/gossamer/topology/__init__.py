@@ -18,7 +18,7 @@ from gossamer.topology.graphs import (
     star,
     torus,
 )
-from gossamer.topology.round import Edges, Neighbours, Round
+from gossamer.topology.round import Round
 from gossamer.topology.schedules import (
     Schedule,
     ada,
@@ -39,8 +39,6 @@ from gossamer.topology.weights import damped, metropolis, uniform
 
 __all__ = [
     "CATALOGUE",
-    "Edges",
-    "Neighbours",
     "Round",
     "Schedule",
     "ada",

@@ -48,6 +48,15 @@ class Neighbours(NamedTuple):
     """To whom it sends, and the weight each of them gives to it."""
 
 
+class Shifts(NamedTuple):
+    """A round in which all workers do the same: W[i, i + s mod n] = w for every i, s and its w."""
+
+    distances: IntArray
+    """Each s, ascending from 0 to n − 1."""
+
+    weights: FloatArray
+
+
 @final
 class Round:
     """One communication round, x_i ← Σ_j W_ij x_j.
@@ -111,6 +120,22 @@ class Round:
     def conserves_mean(self) -> bool:
         """Whether W is doubly stochastic: mixing moves workers, never their average."""
         return np.allclose(self._weights.sum(axis=0), 1.0, rtol=0, atol=TOLERANCE)
+
+    @cached_property
+    def shifts(self) -> Shifts | None:
+        """How far away the workers are that each one mixes with; None where rows of W differ."""
+        w, n = self._weights, self.num_workers
+        degree, rest = divmod(w.nnz, n)
+        if rest or np.any(np.diff(w.indptr) != degree):
+            return None
+        distances = (w.indices.reshape(n, degree) - np.arange(n)[:, None]) % n
+        order = np.argsort(distances, axis=1)
+        distances = np.take_along_axis(distances, order, axis=1)
+        weights = np.take_along_axis(w.data.reshape(n, degree), order, axis=1)
+        if np.any(distances != distances[0]) or np.any(weights != weights[0]):
+            return None
+        # Copies: one row must not keep the arrays of all.
+        return Shifts(_freeze(distances[0].copy()), _freeze(weights[0].copy()))
 
     def groups(self) -> tuple[IntArray, ...] | None:
         """Return the cliques, if the round averages uniformly within a partition of the workers.

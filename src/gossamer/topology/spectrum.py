@@ -15,7 +15,7 @@ from typing import cast
 import numpy as np
 
 from gossamer.errors import UserError
-from gossamer.topology.round import FloatArray, Round, Sparse
+from gossamer.topology.round import FloatArray, Round, Shifts, Sparse
 from gossamer.topology.schedules import Schedule
 
 _DENSE_BELOW = 1100
@@ -40,7 +40,7 @@ def mixing_parameter(round: Round) -> float:
 
 def spectral_gap(round: Round) -> float:
     """Return 1 − |λ₂|, the gap between the largest and the second largest eigenvalue of W."""
-    if round.symmetric or _circulant_row(round) is not None:  # normal: |λ₂| is the norm
+    if round.symmetric or round.shifts is not None:  # normal: |λ₂| is the norm
         return 1.0 - _deviation([round])
     moduli = np.sort(np.abs(np.linalg.eigvals(round.matrix().toarray())))
     return 1.0 - float(moduli[-2])
@@ -100,11 +100,10 @@ def rounds_to_consensus(schedule: Schedule) -> int | None:
 
 
 def consensus_decay(schedule: Schedule, steps: int) -> FloatArray:
-    """Return E_t / E_0 for t = 1..steps: the expected squared distance to the mean of the workers,
-    from a random start.
+    """Return E_t / E_0 for t = 1..steps, with E the expected squared distance to the workers' mean.
 
-    (‖W_t … W_1‖_F² − 1) / (n − 1) for doubly stochastic rounds; above 1100 workers the average
-    over 64 seeded random starts in its place.
+    From a random start it is (‖W_t … W_1‖_F² − 1) / (n − 1) for doubly stochastic rounds; above
+    1100 workers the average over 64 seeded random starts in its place.
     """
     num_workers = schedule.num_workers
     if num_workers == 1:
@@ -147,9 +146,9 @@ def _deviation(rounds: Sequence[Round]) -> float:
     num_workers = rounds[0].num_workers
     if num_workers == 1:
         return 0.0
-    rows = [_circulant_row(round) for round in rounds]
-    if all(row is not None for row in rows):
-        return _circulant_deviation([row for row in rows if row is not None])
+    shifts = [round.shifts for round in rounds if round.shifts is not None]
+    if len(shifts) == len(rounds):
+        return _circulant_deviation(shifts, num_workers)
     if num_workers > _DENSE_BELOW:
         return _lanczos([round.matrix() for round in rounds])
     product = reduce(lambda state, round: _mix(round, state), rounds, np.eye(num_workers))
@@ -158,8 +157,11 @@ def _deviation(rounds: Sequence[Round]) -> float:
     return 0.0 if exact else float(np.linalg.norm(deviation, ord=2))
 
 
-def _circulant_deviation(rows: Sequence[FloatArray]) -> float:
+def _circulant_deviation(shifts: Sequence[Shifts], num_workers: int) -> float:
     """Circulant matrices share the Fourier basis: eigenvalues multiply. The first is the mean's."""
+    rows = np.zeros((len(shifts), num_workers))
+    for row, (distances, weights) in zip(rows, shifts, strict=True):
+        row[distances] = weights
     moduli = np.abs(np.fft.rfft(rows, axis=1))[:, 1:]
     moduli[moduli < 1e-12] = 0.0  # rounding error of an eigenvalue that is zero
     return float(moduli.prod(axis=0).max())
@@ -193,21 +195,3 @@ def _lanczos(factors: Sequence[Sparse]) -> float:
         gram = (product.T @ product).tocsc()
         largest = eigsh(gram, k=2, sigma=1 + 1e-6, v0=start, return_eigenvectors=False).min()
     return float(np.sqrt(max(largest, 0.0)))
-
-
-def _circulant_row(round: Round) -> FloatArray | None:
-    """Return the first row of W if every row is the one above, shifted by one; None if not."""
-    weights, num_workers = round.matrix(), round.num_workers
-    sizes = np.diff(weights.indptr)
-    if np.any(sizes != sizes[0]):
-        return None
-    columns = weights.indices.reshape(num_workers, -1)
-    offsets = (columns - np.arange(num_workers)[:, None]) % num_workers
-    order = np.argsort(offsets, axis=1)
-    offsets = np.take_along_axis(offsets, order, axis=1)
-    values = np.take_along_axis(weights.data.reshape(num_workers, -1), order, axis=1)
-    if np.any(offsets != offsets[0]) or np.any(values != values[0]):
-        return None
-    row = np.zeros(num_workers)
-    row[offsets[0]] = values[0]
-    return row
