@@ -262,11 +262,12 @@ def test_every_verb_has_examples_of_itself(verb: str) -> None:
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("columns", [80, 60])
 def test_help_reads(gossamer: Run, verb: str, columns: int) -> None:
-    """Help shows its examples one per line at 80 columns, and no text breaks at 60."""
+    """Examples are one per line at 80 columns, no text breaks at 60, and flags take no value."""
     result = gossamer(*verb.split()[1:], "--help", columns=columns)
     assert result.returncode == 0
     assert result.stderr == ""
     assert "\x1b" not in result.stdout
+    assert "<bool>" not in result.stdout
     lines = [line.strip() for line in result.stdout.splitlines()]
     assert max(map(len, result.stdout.splitlines())) <= columns
     for line in VERBS[verb].help.splitlines()[1:]:

@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from gossamer.cli.data import DataDir
+from gossamer.cli.flags import Group, Verb
 from gossamer.cli.names import complete_experiment
 from gossamer.cli.report import Folder, check_installed, report_command, watch_command
 from gossamer.cli.terminal import Json, say, show, show_json, track
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from gossamer.bench import Experiment, Matrix, Store
     from gossamer.engine import RunSpec
 
-bench_app = typer.Typer(no_args_is_help=True)
+bench_app = typer.Typer(cls=Group, no_args_is_help=True)
 
 File = Annotated[
     Path,
@@ -48,7 +49,7 @@ def describe() -> None:
     """
 
 
-@bench_app.command("expand")
+@bench_app.command("expand", cls=Verb)
 def expand_command(
     file: File,
     data_dir: DataDir = None,
@@ -82,7 +83,7 @@ def expand_command(
         _print_estimate(matrix.runs, jobs, as_json=as_json)
 
 
-@bench_app.command("run")
+@bench_app.command("run", cls=Verb)
 def run_command(
     file: File,
     out: Annotated[
@@ -117,7 +118,7 @@ def run_command(
     _exit_where_failed(experiment, store)
 
 
-@bench_app.command("status")
+@bench_app.command("status", cls=Verb)
 def status_command(folder: Folder, as_json: Json = False) -> None:
     """Say which runs are done, which failed, and why.
 
@@ -136,8 +137,8 @@ def status_command(folder: Folder, as_json: Json = False) -> None:
     _print_status(load(store.experiment_path), store, as_json=as_json)
 
 
-bench_app.command("report")(report_command)
-bench_app.command("watch")(watch_command)
+bench_app.command("report", cls=Verb)(report_command)
+bench_app.command("watch", cls=Verb)(watch_command)
 
 
 def demo_command(
