@@ -437,7 +437,7 @@ def test_status_says_in_json_what_became_of_each_run(gossamer: Run, tmp_path: Pa
 def test_a_rate_that_is_off_is_exit_code_1(
     as_json: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What was measured is printed all the same; a rate within the tolerance is no error."""
+    """What was measured goes to stdout all the same; one within the tolerance is no error."""
     good = Measurement(source="host0", target="host1", asked_bits_s=100, measured_bits_s=101.0)
     bad = Measurement(source="host1", target="host0", asked_bits_s=100, measured_bits_s=50.0)
     lab_verb._report([good], as_json=as_json)
@@ -450,6 +450,8 @@ def test_a_rate_that_is_off_is_exit_code_1(
     if as_json:
         lines = [json.loads(line) for line in said.out.splitlines()]
         assert [line["holds"] for line in lines] == [True, False]
+    else:
+        assert said.out.splitlines() == [str(good), str(bad)]
 
 
 def test_long_work_is_a_line_in_a_log_and_a_bar_on_a_terminal(
