@@ -174,6 +174,8 @@ def test_a_topology_that_moves_the_mean_can_be_looked_at(gossamer: Run) -> None:
         ("plan folder", "got folder: Is a directory"),
         ("plan text", "must hold what gossamer profile writes"),
         ("profile", "got neither; write for example"),
+        ("profile --gpu a100 --steps 5", "takes no --steps, which is for a workload"),
+        ("profile digits-mlp --link 25gbit", "takes no --link, which is for a --gpu"),
         ("profile --gpu a10O", "did you mean 'a10'?"),
         ("profile --gpu a100 --out folder", "cannot write folder: Is a directory"),
         ("profile --gpu a100 --out text/p.json", "cannot write text/p.json: "),
