@@ -435,6 +435,22 @@ def test_status_says_in_json_what_became_of_each_run(gossamer: Run, tmp_path: Pa
     assert "1 error, 1 to do" in text
 
 
+def test_status_tells_a_damaged_file_from_an_unfinished_run(gossamer: Run, tmp_path: Path) -> None:
+    """One that ends without an end is damaged; one that may still be written is not."""
+    store = Store(tmp_path / "out")
+    first, second = expand(parse(SMALL, "small.toml")).runs
+    with store.locked(SMALL):
+        (store.folder / "runs" / f"{first.id}.jsonl").write_text("")
+        (store.folder / "runs" / f"{second.id}.1.part").write_text("")
+    result = gossamer("bench", "status", str(tmp_path / "out"), "--json")
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [line["status"] for line in lines] == ["damaged", "unfinished"]
+    assert "is cut after line 0" in lines[0]["reason"]
+    text = gossamer("bench", "status", str(tmp_path / "out")).stdout
+    assert "1 damaged, 1 unfinished" in text
+    assert "it will be run again" in text
+
+
 @pytest.mark.parametrize("as_json", [True, False])
 def test_a_rate_that_is_off_is_exit_code_1(
     as_json: bool, capsys: pytest.CaptureFixture[str]

@@ -228,18 +228,20 @@ def _print_status(experiment: Experiment, store: Store, *, as_json: bool) -> Non
     matrix = expand(experiment)
     ends = {spec.id: store.ended(spec.id) for spec in matrix.runs}
     there = store.run_ids()
-    statuses = {
-        run_id: ended.status if ended else "unfinished" if run_id in there else "to do"
-        for run_id, ended in ends.items()
-    }
+    cut_off = {run_id for run_id, ended in ends.items() if ended is None and run_id in there}
+    damages = {run_id: damage for run_id in cut_off if (damage := store.read(run_id).damage)}
+    statuses: dict[str, str] = {run_id: ended.status for run_id, ended in ends.items() if ended}
+    statuses |= dict.fromkeys(ends.keys() - there, "to do") | dict.fromkeys(cut_off, "unfinished")
+    statuses |= dict.fromkeys(damages, "damaged")
     if as_json:
         for spec in matrix.runs:
             ended = ends[spec.id]
-            how = {"train_s": ended.train_s, "reason": ended.reason} if ended else {}
+            how: dict[str, Any] = {"reason": damages[spec.id]} if spec.id in damages else {}
+            how |= {"train_s": ended.train_s, "reason": ended.reason} if ended else {}
             show_json("run", _facts(spec) | {"status": statuses[spec.id]} | how)
         _print_skipped_json(matrix)
         return
-    counts = Counter(statuses.values())
+    counts = Counter(statuses[spec.id] for spec in matrix.runs)
     counts["skipped"] = len(matrix.skipped)
     parts = [f"{count} {status}" for status, count in counts.items() if count]
     show(escape(f"{experiment.name}: {', '.join(parts)}; records in {store.folder}"))
@@ -247,8 +249,8 @@ def _print_status(experiment: Experiment, store: Store, *, as_json: bool) -> Non
         ended = ends[spec.id]
         if ended is not None and ended.status != "done":
             show(escape(result(spec, ended)))
-        elif ended is None and spec.id in there and (damage := store.read(spec.id).damage):
-            show(escape(f"{damage}; it will be run again"))
+        elif spec.id in damages:
+            show(escape(f"{damages[spec.id]}; it will be run again"))
     if counts["error"] or counts["timeout"]:
         show("run it with --retry to try those again")
 
