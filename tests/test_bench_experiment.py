@@ -123,6 +123,20 @@ def test_equal_modelled_time_gives_a_slower_method_fewer_steps(tmp_path: Path) -
         expand(experiment(budget, held))
 
 
+def test_a_profile_lies_beside_the_experiment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From wherever it is run; and what is kept beside the runs still finds it."""
+    ten_modelled_seconds(tmp_path)
+    text = f"{SMALL}\nbudget = {{ modelled_s = 10, profile = 'profile.json' }}"
+    (tmp_path / "mine.toml").write_text(text)
+    (tmp_path / "results").mkdir()
+    monkeypatch.chdir(tmp_path / "results")
+    first = load(tmp_path / "mine.toml")
+    Path("experiment.toml").write_text(first.text)
+    assert expand(load(Path("experiment.toml"))) == expand(first)
+
+
 def test_runs_that_differ_in_seed_share_a_prediction(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
