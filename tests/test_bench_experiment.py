@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from gossamer.bench import expand, modelled
+from gossamer.bench import estimate, expand, modelled
 from gossamer.bench.experiment import Experiment, load, parse
 from gossamer.bench.methods import fields_of
 from gossamer.engine import RunSpec
@@ -252,3 +253,13 @@ def test_the_demo_is_seven_methods_at_three_scales_and_real_processes() -> None:
 def test_the_experiments_that_come_with_the_project_expand(path: Path) -> None:
     """Each is a file that the runner takes."""
     assert expand(load(path)).runs
+
+
+@pytest.mark.parametrize(
+    "fields", [{"order": "atc"}, {"order": "atc", "gossip_steps": 3}, {"evaluate_replicas": 0}]
+)
+def test_runs_that_cost_differently_are_measured_apart(fields: dict[str, Any]) -> None:
+    """An estimate does not take mixing three times for mixing once."""
+    plain = {"workload": "digits-mlp", "workers": 4, "topology": "ring"}
+    kinds = [estimate._kind(RunSpec.model_validate({**plain, **more})) for more in ({}, fields)]
+    assert kinds[0] != kinds[1]
