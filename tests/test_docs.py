@@ -28,6 +28,7 @@ from gossamer.bench.experiment import parse as parse_experiment
 from gossamer.cli import app
 from gossamer.runtime_model import write_profile
 from gossamer.runtime_model.presets import from_data_sheet
+from gossamer.topology import CATALOGUE
 from tests import page_ranks, stories
 from tests.page_commands import CHECKS, check_arguments
 from tests.pages import (
@@ -315,6 +316,13 @@ def test_the_tutorial_comes_to_the_example(tmp_path: Path) -> None:
     example = example.replace(', topology="one_peer_exponential"', "")
     scripts = [text.split('"""', 2)[2] for text in ((tmp_path / "train.py").read_text(), example)]
     assert scripts[0] == scripts[1]
+
+
+def test_the_page_of_topologies_has_the_catalogue() -> None:
+    """Every name has a row in the table of docs/topology.md."""
+    table = (REPOSITORY / "docs" / "topology.md").read_text().partition("## The catalogue")[2]
+    rows = re.findall(r"^\| (`.+?`) \|", table.partition("\n## ")[0], re.MULTILINE)
+    assert set(re.findall(r"`(\w+)", " ".join(rows))) == set(CATALOGUE)
 
 
 SRUN = '#!/bin/bash\nfor node in 0 1; do "$@" & done\nwait -n && wait -n\n'
