@@ -33,6 +33,8 @@ def check_gossamer(arguments: list[str], folder: Path) -> None:
     if "--" in arguments:
         inner = arguments[arguments.index("--") + 1 :]
         check_arguments([Path(inner[0]).name, *inner[1:]], folder)
+    for word in (word for word in arguments if word.endswith(".toml")):
+        assert (folder / word).is_file(), f"there is no experiment {word}"
     parse_only(typer.main.get_command(app), arguments)
 
 

@@ -255,6 +255,7 @@ def test_commands_in_sentences_exist(page: str) -> None:
     "command",
     [
         "gossamer topology --wrokers 16",
+        "gossamer bench run experiments/nothing.toml",
         "gossamer benhc run x.toml",
         "gossamer lab --rate 1gbit -- gossamer plna",
         "torchrun --ranks 4 examples/ddp.py",
