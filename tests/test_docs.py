@@ -251,6 +251,14 @@ def test_commands_in_sentences_exist(page: str) -> None:
                 raise AssertionError(f"{page}: {' '.join(words)}: {error}") from error
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_sudo_is_given_a_path(page: str) -> None:
+    """Most systems' sudo resets PATH, and would not find a command of the environment."""
+    text = (REPOSITORY / page).read_text()
+    started = re.findall(r"sudo (?:nice -n -?\d+ )?(\S+) .*?(?:-- (\S+)|[\n`])", text)
+    assert not [name for names in started for name in names if name and "/bin/" not in name]
+
+
 @pytest.mark.parametrize(
     "command",
     [
