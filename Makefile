@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint docs format setup clean
+.PHONY: demo test lint docs package format setup clean
 
 demo: setup ## train digits in seven ways at three scales, and write demo/report.html
 	$(BIN)/gossamer demo --out demo
@@ -20,6 +20,9 @@ lint: setup
 
 docs: setup ## build/site/index.html; a link that leads nowhere is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+package: setup ## build the wheel, and use it in an environment that has nothing else
+	.ci/package
 
 format: setup
 	$(BIN)/ruff format .

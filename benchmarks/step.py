@@ -53,10 +53,15 @@ def main(
         for rank in range(workers)
     ]
     samples: list[Sample] = []
-    for process in processes:
-        output, _ = process.communicate(timeout=_TIMEOUT_S)
-        lines = (line for line in output.splitlines() if line.startswith(SAMPLE))
-        samples += [json.loads(line.removeprefix(SAMPLE)) for line in lines]
+    try:
+        for process in processes:
+            output, _ = process.communicate(timeout=_TIMEOUT_S)
+            lines = (line for line in output.splitlines() if line.startswith(SAMPLE))
+            samples += [json.loads(line.removeprefix(SAMPLE)) for line in lines]
+    finally:
+        for process in processes:
+            with process:  # closes its pipe, and waits
+                process.kill()  # nothing where it has ended
     results = rows(samples, _LOOPBACK, sys.maxsize)
     for row in results:
         print(json.dumps(asdict(row)))

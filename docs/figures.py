@@ -18,6 +18,7 @@ from gossamer.topology import CATALOGUE, parse
 from gossamer.topology.catalogue import example
 
 IMAGES = Path(__file__).parent / "images"
+RUNS = Path(__file__).parents[1] / "results" / "control"
 WORKERS = 8
 
 
@@ -26,7 +27,7 @@ def main() -> None:
     catalogue = [parse(example(name), WORKERS) for name in CATALOGUE]
     picture.save(picture.gallery(catalogue), IMAGES / "topologies.svg")
     with TemporaryDirectory() as folder:
-        write_figures(analyse(Store(Path("results/control")).stories()), Path(folder))
+        write_figures(analyse(Store(RUNS).stories()), Path(folder))
         for name in ("distance", "decisions", "learning"):
             shutil.copy(f"{folder}/{name}-digits-mlp-32.svg", IMAGES / f"control_{name}.svg")
 

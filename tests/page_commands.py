@@ -11,6 +11,7 @@ from argparse import ArgumentParser
 from collections.abc import Callable
 from importlib import import_module, util
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 from unittest import mock
 
@@ -32,6 +33,8 @@ def check_gossamer(arguments: list[str], folder: Path) -> None:
     if "--" in arguments:
         inner = arguments[arguments.index("--") + 1 :]
         check_arguments([Path(inner[0]).name, *inner[1:]], folder)
+    for word in (word for word in arguments if word.endswith(".toml")):
+        assert (folder / word).is_file(), f"there is no experiment {word}"
     parse_only(typer.main.get_command(app), arguments)
 
 
@@ -94,11 +97,16 @@ def check_benchmark(name: str, arguments: list[str]) -> None:
         with mock.patch.object(ArgumentParser, "parse_args", parse_and_end), pytest.raises(Parsed):
             module.main()
         return
-    own = getattr(module, "app", None)
-    if own is None:
-        own = typer.Typer()
-        own.command()(module.main)
-    parse_only(typer.main.get_command(own), arguments)
+    parse_only(typer.main.get_command(own_app(module)), arguments)
+
+
+def own_app(module: ModuleType) -> typer.Typer:
+    """Return what parses the arguments of a benchmark that is written with typer."""
+    if (own := getattr(module, "app", None)) is not None:
+        return own
+    made = typer.Typer()
+    made.command()(module.main)
+    return made
 
 
 def check_make(arguments: list[str], folder: Path) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from gossamer.bench import expand, modelled
+from gossamer.bench import estimate, expand, modelled
 from gossamer.bench.experiment import Experiment, load, parse
 from gossamer.bench.methods import fields_of
 from gossamer.engine import RunSpec
@@ -121,6 +122,20 @@ def test_equal_modelled_time_gives_a_slower_method_fewer_steps(tmp_path: Path) -
     held = SMALL.replace('"ring"]', '{ name = "held", method = "ring", control = "auto" }]')
     with pytest.raises(UserError, match="must be known before it, got control 'auto'"):
         expand(experiment(budget, held))
+
+
+def test_a_profile_lies_beside_the_experiment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From wherever it is run; and what is kept beside the runs still finds it."""
+    ten_modelled_seconds(tmp_path)
+    text = f"{SMALL}\nbudget = {{ modelled_s = 10, profile = 'profile.json' }}"
+    (tmp_path / "mine.toml").write_text(text)
+    (tmp_path / "results").mkdir()
+    monkeypatch.chdir(tmp_path / "results")
+    first = load(tmp_path / "mine.toml")
+    Path("experiment.toml").write_text(first.text)
+    assert expand(load(Path("experiment.toml"))) == expand(first)
 
 
 def test_runs_that_differ_in_seed_share_a_prediction(
@@ -238,3 +253,13 @@ def test_the_demo_is_seven_methods_at_three_scales_and_real_processes() -> None:
 def test_the_experiments_that_come_with_the_project_expand(path: Path) -> None:
     """Each is a file that the runner takes."""
     assert expand(load(path)).runs
+
+
+@pytest.mark.parametrize(
+    "fields", [{"order": "atc"}, {"order": "atc", "gossip_steps": 3}, {"evaluate_replicas": 0}]
+)
+def test_runs_that_cost_differently_are_measured_apart(fields: dict[str, Any]) -> None:
+    """An estimate does not take mixing three times for mixing once."""
+    plain = {"workload": "digits-mlp", "workers": 4, "topology": "ring"}
+    kinds = [estimate._kind(RunSpec.model_validate({**plain, **more})) for more in ({}, fields)]
+    assert kinds[0] != kinds[1]

@@ -174,6 +174,8 @@ def test_a_topology_that_moves_the_mean_can_be_looked_at(gossamer: Run) -> None:
         ("plan folder", "got folder: Is a directory"),
         ("plan text", "must hold what gossamer profile writes"),
         ("profile", "got neither; write for example"),
+        ("profile --gpu a100 --steps 5", "takes no --steps, which is for a workload"),
+        ("profile digits-mlp --link 25gbit", "takes no --link, which is for a --gpu"),
         ("profile --gpu a10O", "did you mean 'a10'?"),
         ("profile --gpu a100 --out folder", "cannot write folder: Is a directory"),
         ("profile --gpu a100 --out text/p.json", "cannot write text/p.json: "),
@@ -262,11 +264,12 @@ def test_every_verb_has_examples_of_itself(verb: str) -> None:
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("columns", [80, 60])
 def test_help_reads(gossamer: Run, verb: str, columns: int) -> None:
-    """Help shows its examples one per line at 80 columns, and no text breaks at 60."""
+    """Examples are one per line at 80 columns, no text breaks at 60, and flags take no value."""
     result = gossamer(*verb.split()[1:], "--help", columns=columns)
     assert result.returncode == 0
     assert result.stderr == ""
     assert "\x1b" not in result.stdout
+    assert "<bool>" not in result.stdout
     lines = [line.strip() for line in result.stdout.splitlines()]
     assert max(map(len, result.stdout.splitlines())) <= columns
     for line in VERBS[verb].help.splitlines()[1:]:
@@ -432,11 +435,27 @@ def test_status_says_in_json_what_became_of_each_run(gossamer: Run, tmp_path: Pa
     assert "1 error, 1 to do" in text
 
 
+def test_status_tells_a_damaged_file_from_an_unfinished_run(gossamer: Run, tmp_path: Path) -> None:
+    """One that ends without an end is damaged; one that may still be written is not."""
+    store = Store(tmp_path / "out")
+    first, second = expand(parse(SMALL, "small.toml")).runs
+    with store.locked(SMALL):
+        (store.folder / "runs" / f"{first.id}.jsonl").write_text("")
+        (store.folder / "runs" / f"{second.id}.1.part").write_text("")
+    result = gossamer("bench", "status", str(tmp_path / "out"), "--json")
+    lines = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [line["status"] for line in lines] == ["damaged", "unfinished"]
+    assert "is cut after line 0" in lines[0]["reason"]
+    text = gossamer("bench", "status", str(tmp_path / "out")).stdout
+    assert "1 damaged, 1 unfinished" in text
+    assert "it will be run again" in text
+
+
 @pytest.mark.parametrize("as_json", [True, False])
 def test_a_rate_that_is_off_is_exit_code_1(
     as_json: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What was measured is printed all the same; a rate within the tolerance is no error."""
+    """What was measured goes to stdout all the same; one within the tolerance is no error."""
     good = Measurement(source="host0", target="host1", asked_bits_s=100, measured_bits_s=101.0)
     bad = Measurement(source="host1", target="host0", asked_bits_s=100, measured_bits_s=50.0)
     lab_verb._report([good], as_json=as_json)
@@ -449,6 +468,8 @@ def test_a_rate_that_is_off_is_exit_code_1(
     if as_json:
         lines = [json.loads(line) for line in said.out.splitlines()]
         assert [line["holds"] for line in lines] == [True, False]
+    else:
+        assert said.out.splitlines() == [str(good), str(bad)]
 
 
 def test_long_work_is_a_line_in_a_log_and_a_bar_on_a_terminal(

@@ -1,8 +1,10 @@
-"""What README, CONTRIBUTING and docs/ say is so: every block of code and every command on them.
+"""What README, CONTRIBUTING and docs/ say is so: their blocks of code, and their commands.
 
-A page is walked from top to bottom in a folder of its own. Python runs on four ranks, commands run
-as they stand. What cannot run in a test has a row in ELSEWHERE, and its arguments are parsed, so
-that a renamed option or file is found. A command without a row is run.
+A page is walked from top to bottom in a folder of its own. Python runs on four ranks, with less to
+do where SMALLER says so. A command in a block runs, with the options of SHORTENED, unless it has a
+row in ELSEWHERE; then only its arguments are parsed, so that a renamed option or file is found, and
+the row says what else runs it, or why nothing does. A command without a row is run. Commands in
+sentences are parsed, and have a row here or in SENTENCES.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from gossamer.bench.experiment import parse as parse_experiment
 from gossamer.cli import app
 from gossamer.runtime_model import write_profile
 from gossamer.runtime_model.presets import from_data_sheet
+from gossamer.topology import CATALOGUE
 from tests import page_ranks, stories
 from tests.page_commands import CHECKS, check_arguments
 from tests.pages import (
@@ -43,37 +46,57 @@ from tests.pages import (
 from tests.pool import ProcessPool
 
 # Jobs of several processes that each import torch: a loaded machine takes its time.
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(240)
 
 RANKS = 4
 CI = "continuous integration runs it: .ci/run"
+BLOCKS = "blocks run it"
 
 # The first words of commands that are parsed and not run: what runs them, or why nothing does.
 ELSEWHERE = {
     "make demo": CI,
     "make docs": CI,
     "make lint": CI,
+    "make package": CI,
     "make test": CI,
     "make format": "changes the sources",
     "make setup": "every other target of the Makefile needs it",
-    "pip install": "changes the environment; make setup installs the package the same way",
+    "pip install": "changes the environment: make package installs into one of its own",
     "gossamer --install-completion": "changes the start-up files of a shell: tests/test_cli.py",
     "gossamer data": "downloads: tests/test_data_files.py",
     "gossamer demo": "make demo runs it",
-    "gossamer bench run": "takes minutes: tests/test_bench_runner.py runs smaller experiments",
+    "gossamer bench run experiments": "takes minutes: the README's, which is smaller, is run",
     "gossamer bench watch": "serves until it is ended: tests/test_bench_report.py",
     "gossamer lab": "needs root: tests/test_lab_cluster.py",
-    "python -m benchmarks": "takes minutes, or root",
+    "python -m benchmarks": "takes minutes, or root: tests/test_benchmarks.py runs small ones",
     "sbatch": "Slurm is not here: test_the_slurm_script_starts_two_agents runs the script",
     "torchrun --nnodes 2": "needs two nodes: tests/test_bench_runner.py starts two agents on one",
     "torchrun --nproc-per-node 4 -m gossamer profile": "tests/test_runtime_model_measure.py",
 }
 
+# The same for commands that stand in a sentence, of which many only name a verb.
+SENTENCES = {
+    "gossamer --help": "tests/test_cli.py",
+    "gossamer --show-completion": "depends on the shell: tests/test_cli.py asks as its script does",
+    "gossamer bench report": BLOCKS,
+    "gossamer bench run": BLOCKS,
+    "gossamer plan": BLOCKS,
+    "gossamer profile": BLOCKS,
+    "gossamer topology": BLOCKS,
+    "python -m gossamer": "tests/test_cli.py",
+    "python -m build": "make package and tests/test_package.py",
+    "python docs/figures.py": "takes minutes of runs before it: its figures are on the pages",
+    "python examples/": "tests/test_examples.py",
+}
+
 # Options that make a command short enough for a test.
 SHORTENED = {
-    "gossamer bench expand": ["--no-estimate"],
+    "gossamer bench expand experiments": ["--no-estimate"],
     "gossamer plan": ["--workers", "8", "--topology", "ring"],
 }
+
+# A page that shows this line says where profile.json comes from; the loop after it is the reader's.
+MEASURES = 'measure(model, optimizer, "profile.json")'
 
 # Python that is compiled, and of which only the imports are run, by words of the block.
 NOT_RUN = {
@@ -93,10 +116,8 @@ def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page_holds(page: str, pool: ProcessPool, tmp_path: Path) -> None:
     """Every block does what the page says, in order, in one folder."""
-    sheet = from_data_sheet(
-        "a40", "25gbit", parameters=65e6, flops=1e12, workers=8, workers_per_node=4
-    )
-    write_profile(sheet, tmp_path / "profile.json")
+    if any(MEASURES in block.text for block in blocks_of(page) if block.language == "python"):
+        write_some_profile(tmp_path / "profile.json")
     for folder in ("examples", "experiments"):
         copy_in(folder, tmp_path)
     own_python: list[str] = []
@@ -124,6 +145,14 @@ def run_python(block: Block, folder: Path, pool: ProcessPool) -> None:
         exec(compile(ast.Module(imports, []), "<page>", "exec"), {})
     else:
         pool.run(page_ranks.run_block, block.text, folder)
+
+
+def write_some_profile(path: Path) -> None:
+    """Write what a reader's script would, with the lines of the page that measure it."""
+    sheet = from_data_sheet(
+        "a40", "25gbit", parameters=65e6, flops=1e12, workers=8, workers_per_node=4
+    )
+    write_profile(sheet, path)
 
 
 def is_import(node: ast.stmt) -> bool:
@@ -211,7 +240,12 @@ def run_gossamer(words: list[str], folder: Path, pool: ProcessPool) -> None:
     extra = [
         option for row, options in SHORTENED.items() if text.startswith(row) for option in options
     ]
+    if words[1:3] == ["bench", "run"]:  # it ends with its processes
+        run_program([sys.executable, "-m", *words], folder, pool)
+        return
     if words[1:3] in (["bench", "report"], ["bench", "status"]) and not Path(words[3]).exists():
+        # Of an experiment that ELSEWHERE says takes minutes.
+        assert (folder / "experiments" / f"{Path(words[3]).name}.toml").is_file()
         runs = [stories.spec_of(method) for method in ("C_complete", "D_ring")]
         stories.write(Path(words[3]), [stories.story_of(spec, 0.9) for spec in runs], EXPERIMENT)
     with contextlib.redirect_stdout(io.StringIO()):
@@ -239,8 +273,10 @@ RUNNERS: dict[str, Callable[[list[str], Path, ProcessPool], None]] = {
 
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_in_sentences_exist(page: str) -> None:
-    """A verb, an option, a module, a target or a file that a sentence names is there."""
+    """A verb, an option, a module, a target or a file that a sentence names is there, and a row."""
     for words in inline_commands(page, {"gossamer", "torchrun", "python", "make", "pip"}):
+        known = row_of(words) or any(" ".join(words).startswith(row) for row in SENTENCES)
+        assert known, f"{page}: {' '.join(words)} has no row in ELSEWHERE or SENTENCES"
         try:
             check_arguments(words, REPOSITORY)
         except Exception as error:
@@ -249,10 +285,19 @@ def test_commands_in_sentences_exist(page: str) -> None:
                 raise AssertionError(f"{page}: {' '.join(words)}: {error}") from error
 
 
+@pytest.mark.parametrize("page", PAGES)
+def test_sudo_is_given_a_path(page: str) -> None:
+    """Most systems' sudo resets PATH, and would not find a command of the environment."""
+    text = (REPOSITORY / page).read_text()
+    started = re.findall(r"sudo (?:nice -n -?\d+ )?(\S+) .*?(?:-- (\S+)|[\n`])", text)
+    assert not [name for names in started for name in names if name and "/bin/" not in name]
+
+
 @pytest.mark.parametrize(
     "command",
     [
         "gossamer topology --wrokers 16",
+        "gossamer bench run experiments/nothing.toml",
         "gossamer benhc run x.toml",
         "gossamer lab --rate 1gbit -- gossamer plna",
         "torchrun --ranks 4 examples/ddp.py",
@@ -283,11 +328,18 @@ def test_each_row_says_what_is_so() -> None:
     shell = [block.text for block in blocks if block.language == "sh" and not block.title]
     rows = {row_of(words) for text in shell for words in commands_in(text)}
     assert set(ELSEWHERE) <= rows
+    run = [" ".join(w) for text in shell for w in commands_in(text) if row_of(w) is None]
+    said = [row for row, reason in SENTENCES.items() if reason == BLOCKS]
+    assert not [row for row in said if not any(text.startswith(row) for text in run)]
+    programs = {"gossamer", "python"}
+    inline = [" ".join(words) for page in PAGES for words in inline_commands(page, programs)]
+    assert not [row for row in SENTENCES if not any(text.startswith(row) for text in inline)]
     python = "\n".join(block.text for block in blocks if block.language == "python")
     assert not [words for words in (*page_ranks.PRELUDES, *NOT_RUN) if words not in python]
     script = (REPOSITORY / ".ci" / "run").read_text().splitlines()
     assert all(row in script for row, reason in ELSEWHERE.items() if reason == CI)
-    named = re.findall(r"tests/\w+\.py", " ".join((*ELSEWHERE.values(), *NOT_RUN.values())))
+    reasons = " ".join((*ELSEWHERE.values(), *SENTENCES.values(), *NOT_RUN.values()))
+    named = re.findall(r"tests/\w+\.py", reasons)
     assert all((REPOSITORY / name).is_file() for name in named)
 
 
@@ -314,6 +366,13 @@ def test_the_tutorial_comes_to_the_example(tmp_path: Path) -> None:
     example = example.replace(', topology="one_peer_exponential"', "")
     scripts = [text.split('"""', 2)[2] for text in ((tmp_path / "train.py").read_text(), example)]
     assert scripts[0] == scripts[1]
+
+
+def test_the_page_of_topologies_has_the_catalogue() -> None:
+    """Every name has a row in the table of docs/topology.md."""
+    table = (REPOSITORY / "docs" / "topology.md").read_text().partition("## The catalogue")[2]
+    rows = re.findall(r"^\| (`.+?`) \|", table.partition("\n## ")[0], re.MULTILINE)
+    assert set(re.findall(r"`(\w+)", " ".join(rows))) == set(CATALOGUE)
 
 
 SRUN = '#!/bin/bash\nfor node in 0 1; do "$@" & done\nwait -n && wait -n\n'

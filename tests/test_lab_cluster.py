@@ -9,6 +9,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from gossamer.errors import UserError
 from gossamer.lab import Cluster, HostFailed, Layout, one_switch, parse_layout
 from gossamer.lab.iproute import check_machine, configure
 from gossamer.lab.namespaces import living_labs, sweep
+from gossamer.lab.processes import Job, Launch
 
 COMMAND = [sys.executable, "-m", "gossamer", "lab"]
 
@@ -320,7 +322,7 @@ def test_the_command_shows_the_failing_host_again() -> None:
 
 @needs_lab
 def test_verify_prints_rates() -> None:
-    """With --verify alone the command measures, prints and ends."""
+    """With --verify alone the command measures, prints to stdout and ends."""
     done = subprocess.run(
         [*COMMAND, "--hosts", "2", "--rate", "300mbit", "--verify"],
         capture_output=True,
@@ -328,8 +330,8 @@ def test_verify_prints_rates() -> None:
         timeout=50,
         check=True,
     )
-    assert "host0" in done.stderr
-    assert "300mbit" in done.stderr
+    assert "host0" in done.stdout
+    assert "300mbit" in done.stdout
 
 
 @needs_lab
@@ -437,3 +439,19 @@ def test_an_experiment_runs_on_hosts(tmp_path: Path) -> None:
     )
     assert "1 done" in status.stdout
     assert "1 to do" in status.stdout
+
+
+def test_what_a_sink_raises_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is raised where the job is waited for; nothing is left running."""
+    start = subprocess.Popen
+
+    def start_here(command: list[str], **options: Any) -> subprocess.Popen[Any]:
+        return start(command[command.index("host0") + 1 :], **options)  # not in a namespace
+
+    def sink(host: str, line: str) -> None:
+        raise ValueError(f"a disk is full: {line}")
+
+    monkeypatch.setattr(subprocess, "Popen", start_here)
+    job = Job(["echo", "loss"], [Launch("host0", "host0", os.environ)], sink)
+    with pytest.raises(ValueError, match="a disk is full: loss"):
+        job.wait(timeout_s=30)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import signal
 import sys
-import traceback
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -13,16 +12,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from gossamer.bench.failure import ended_by
 from gossamer.bench.store import Store, StoreError
 from gossamer.engine import RunSpec, run
 from gossamer.engine.lifeline import end_with_parent
-from gossamer.errors import UserError
 from gossamer.records import Ended, Evaluation, Record, Step
 
 # The first optimizer of a process imports hundreds of modules; here the server does it for all.
 torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
-
-_LONGEST_REASON = 4000
 
 
 class Share(NamedTuple):
@@ -90,10 +87,8 @@ def _records(spec: RunSpec, share: Share) -> Iterator[Record]:
     """Yield the records of a run; what it raises is its end."""
     try:
         yield from run(spec, memory_gb=share.memory_gb)
-    except UserError as error:
-        yield Ended(status="error", reason=str(error))
-    except Exception:
-        yield Ended(status="error", reason=traceback.format_exc()[-_LONGEST_REASON:])
+    except Exception as error:
+        yield ended_by(error)
 
 
 def _leave(signum: int, frame: Any) -> None:

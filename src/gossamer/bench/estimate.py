@@ -25,10 +25,13 @@ class _Kind(NamedTuple):
     workload: str
     workers: int
     topology: str
+    order: str
+    gossip_steps: int
     optimizer: str
     control: str
     batch_size: int
     dtype: str
+    evaluate_replicas: int
 
 
 class _Cost(NamedTuple):

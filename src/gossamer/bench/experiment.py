@@ -19,6 +19,7 @@ workers = 8
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,6 +39,8 @@ from gossamer.bench.strict import validated
 from gossamer.errors import UserError
 
 _Item = TypeVar("_Item")
+
+_PROFILE = re.compile(r"""(?P<key>\bprofile\s*=\s*)(?P<quote>["'])(?P<path>.+?)(?P=quote)""")
 
 
 def _listed(value: Any) -> Any:
@@ -84,7 +87,7 @@ class Budget(_Strict):
     """Seconds that steps would take in the job of ``profile``, by the runtime model."""
 
     profile: str | None = None
-    """A file of ``gossamer profile``."""
+    """A file of ``gossamer profile``; its path is from the folder of the experiment's file."""
 
     @model_validator(mode="after")
     def _check(self) -> Budget:
@@ -127,7 +130,7 @@ class Experiment(Block):
     """The longest that one run may take."""
 
     text: str = ""
-    """The file, as it was."""
+    """The file, as it was but for the paths of profiles, which are whole."""
 
     @property
     def blocks(self) -> list[Block]:
@@ -159,7 +162,17 @@ def load(path: Path) -> Experiment:
             f"an experiment must be a TOML file that can be read, got {path}: {why}; "
             "docs/dbench.md shows how to write one"
         ) from None
-    return parse(text, path.name)
+    return parse(_with_places(text, path.parent), path.name)
+
+
+def _with_places(text: str, folder: Path) -> str:
+    """Return a text whose profiles lie where they do from its own folder.
+
+    The text is kept beside the runs, and read again from there.
+    """
+    return _PROFILE.sub(
+        lambda found: f'{found["key"]}"{(folder / found["path"]).absolute()}"', text
+    )
 
 
 def parse(text: str, where: str) -> Experiment:

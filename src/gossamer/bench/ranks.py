@@ -11,12 +11,12 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import traceback
 
 import torch
 import torch.distributed as dist
 
 from gossamer.bench.experiment import Experiment
+from gossamer.bench.failure import ended_by
 from gossamer.bench.matrix import expand
 from gossamer.bench.runner import is_pending
 from gossamer.bench.store import Store
@@ -71,7 +71,7 @@ def _run(spec: RunSpec, store: Store | None) -> None:
                     _say(f"{spec.method}, {spec.workers} ranks, seed {spec.seed}: {record.status}")
         except Exception as error:
             failure = error
-            write(Ended(status="error", reason=traceback.format_exc()))
+            write(ended_by(error))
     if failure is not None:
         raise failure
 

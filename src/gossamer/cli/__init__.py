@@ -14,6 +14,7 @@ import typer
 import gossamer
 from gossamer.cli.bench import bench_app, demo_command
 from gossamer.cli.data import data_command
+from gossamer.cli.flags import Group, Verb
 from gossamer.cli.lab import lab_command
 from gossamer.cli.plan import plan_command, profile_command
 from gossamer.cli.terminal import say, say_error
@@ -31,6 +32,7 @@ lab has the exit code of the command that it runs.
 
 app = typer.Typer(
     name="gossamer",
+    cls=Group,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -66,13 +68,13 @@ def describe(
     """
 
 
-app.command("demo", rich_help_panel="See it")(demo_command)
-app.command("topology", rich_help_panel="See it")(topology_command)
-app.command("profile", rich_help_panel="Would it pay for a job?")(profile_command)
-app.command("plan", rich_help_panel="Would it pay for a job?")(plan_command)
+app.command("demo", cls=Verb, rich_help_panel="See it")(demo_command)
+app.command("topology", cls=Verb, rich_help_panel="See it")(topology_command)
+app.command("profile", cls=Verb, rich_help_panel="Would it pay for a job?")(profile_command)
+app.command("plan", cls=Verb, rich_help_panel="Would it pay for a job?")(plan_command)
 app.add_typer(bench_app, name="bench", rich_help_panel="Measure")
-app.command("data", rich_help_panel="Measure")(data_command)
-app.command("lab", rich_help_panel="Measure")(lab_command)
+app.command("data", cls=Verb, rich_help_panel="Measure")(data_command)
+app.command("lab", cls=Verb, rich_help_panel="Measure")(lab_command)
 
 
 def main() -> None:

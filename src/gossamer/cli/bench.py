@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from gossamer.cli.data import DataDir
+from gossamer.cli.flags import Group, Verb
 from gossamer.cli.names import complete_experiment
 from gossamer.cli.report import Folder, check_installed, report_command, watch_command
 from gossamer.cli.terminal import Json, say, show, show_json, track
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from gossamer.bench import Experiment, Matrix, Store
     from gossamer.engine import RunSpec
 
-bench_app = typer.Typer(no_args_is_help=True)
+bench_app = typer.Typer(cls=Group, no_args_is_help=True)
 
 File = Annotated[
     Path,
@@ -48,7 +49,7 @@ def describe() -> None:
     """
 
 
-@bench_app.command("expand")
+@bench_app.command("expand", cls=Verb)
 def expand_command(
     file: File,
     data_dir: DataDir = None,
@@ -82,7 +83,7 @@ def expand_command(
         _print_estimate(matrix.runs, jobs, as_json=as_json)
 
 
-@bench_app.command("run")
+@bench_app.command("run", cls=Verb)
 def run_command(
     file: File,
     out: Annotated[
@@ -117,7 +118,7 @@ def run_command(
     _exit_where_failed(experiment, store)
 
 
-@bench_app.command("status")
+@bench_app.command("status", cls=Verb)
 def status_command(folder: Folder, as_json: Json = False) -> None:
     """Say which runs are done, which failed, and why.
 
@@ -136,8 +137,8 @@ def status_command(folder: Folder, as_json: Json = False) -> None:
     _print_status(load(store.experiment_path), store, as_json=as_json)
 
 
-bench_app.command("report")(report_command)
-bench_app.command("watch")(watch_command)
+bench_app.command("report", cls=Verb)(report_command)
+bench_app.command("watch", cls=Verb)(watch_command)
 
 
 def demo_command(
@@ -227,18 +228,20 @@ def _print_status(experiment: Experiment, store: Store, *, as_json: bool) -> Non
     matrix = expand(experiment)
     ends = {spec.id: store.ended(spec.id) for spec in matrix.runs}
     there = store.run_ids()
-    statuses = {
-        run_id: ended.status if ended else "unfinished" if run_id in there else "to do"
-        for run_id, ended in ends.items()
-    }
+    cut_off = {run_id for run_id, ended in ends.items() if ended is None and run_id in there}
+    damages = {run_id: damage for run_id in cut_off if (damage := store.read(run_id).damage)}
+    statuses: dict[str, str] = {run_id: ended.status for run_id, ended in ends.items() if ended}
+    statuses |= dict.fromkeys(ends.keys() - there, "to do") | dict.fromkeys(cut_off, "unfinished")
+    statuses |= dict.fromkeys(damages, "damaged")
     if as_json:
         for spec in matrix.runs:
             ended = ends[spec.id]
-            how = {"train_s": ended.train_s, "reason": ended.reason} if ended else {}
+            how: dict[str, Any] = {"reason": damages[spec.id]} if spec.id in damages else {}
+            how |= {"train_s": ended.train_s, "reason": ended.reason} if ended else {}
             show_json("run", _facts(spec) | {"status": statuses[spec.id]} | how)
         _print_skipped_json(matrix)
         return
-    counts = Counter(statuses.values())
+    counts = Counter(statuses[spec.id] for spec in matrix.runs)
     counts["skipped"] = len(matrix.skipped)
     parts = [f"{count} {status}" for status, count in counts.items() if count]
     show(escape(f"{experiment.name}: {', '.join(parts)}; records in {store.folder}"))
@@ -246,8 +249,8 @@ def _print_status(experiment: Experiment, store: Store, *, as_json: bool) -> Non
         ended = ends[spec.id]
         if ended is not None and ended.status != "done":
             show(escape(result(spec, ended)))
-        elif ended is None and spec.id in there and (damage := store.read(spec.id).damage):
-            show(escape(f"{damage}; it will be run again"))
+        elif spec.id in damages:
+            show(escape(f"{damages[spec.id]}; it will be run again"))
     if counts["error"] or counts["timeout"]:
         show("run it with --retry to try those again")
 

@@ -13,8 +13,9 @@ from types import FrameType
 from typing import Annotated, NoReturn
 
 import typer
+from rich.markup import escape
 
-from gossamer.cli.terminal import say, say_error, show_json
+from gossamer.cli.terminal import say, say_error, show, show_json
 from gossamer.errors import UserError
 from gossamer.lab.cluster import Cluster
 from gossamer.lab.layout import Layout, format_rate, one_switch, parse_layout
@@ -125,7 +126,7 @@ def _report(measurements: list[Measurement], *, as_json: bool) -> None:
         if as_json:
             show_json("rate", asdict(each) | {"holds": each.holds})
         else:
-            say(str(each))
+            show(escape(str(each)))
     wrong = [str(each) for each in measurements if not each.holds]
     if wrong:
         say_error(

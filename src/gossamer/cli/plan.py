@@ -72,6 +72,7 @@ def plan_command(
 
 
 def profile_command(  # noqa: PLR0913 - one parameter per option
+    context: typer.Context,
     workload: Annotated[
         str,
         typer.Argument(
@@ -143,6 +144,7 @@ def profile_command(  # noqa: PLR0913 - one parameter per option
             f"a profile is of a workload or a --gpu, got {'both' if gpu else 'neither'}; "
             "write for example gossamer profile --gpu a100 --params 65e6"
         )
+    _refuse_options_of_the_other(context, measured=bool(workload))
     if workload:
         from gossamer.runtime_model.measure import measure_workload  # torch takes a while to import
 
@@ -164,6 +166,21 @@ def profile_command(  # noqa: PLR0913 - one parameter per option
         )
         write_profile(sheet, out)
         say(f"wrote {out}: {describe(sheet)}")
+
+
+def _refuse_options_of_the_other(context: typer.Context, *, measured: bool) -> None:
+    """Refuse what would be ignored: steps of a data sheet, a link of a measurement."""
+    for parameter in context.command.params:
+        of_sheet = getattr(parameter, "rich_help_panel", None) == _SHEET
+        of_neither = parameter.name in ("workload", "out")
+        source = context.get_parameter_source(parameter.name or "")
+        given = source is not None and source.name == "COMMANDLINE"
+        if given and not of_neither and of_sheet == measured:
+            what, instead = ("a workload", "a --gpu") if measured else ("a --gpu", "a workload")
+            raise UserError(
+                f"the profile of {what} takes no {parameter.opts[0]}, which is for {instead}, got "
+                "both; take one of them away"
+            )
 
 
 def _scales(text: str) -> list[int]:

@@ -72,6 +72,7 @@ class Job:
         self._ended: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
         self._tails = {launch.host: deque[str](maxlen=_TAIL_LINES) for launch in launches}
         self._readers: dict[str, threading.Thread] = {}
+        self._sink_error: Exception | None = None
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._running: set[str] = set()
         program = find_program(command)
@@ -112,15 +113,22 @@ class Job:
         Raises:
             HostFailed: it failed on a host; it has been ended on the others.
             TimeoutError: it took longer; it has been ended on all.
+            Exception: what the sink raised first; later output of that host is lost.
         """
         deadline = time.monotonic() + timeout_s
         try:
             while self._running:
                 host, code = self._next_end(deadline)
+                if (
+                    self._sink_error is not None
+                ):  # it closed the host's output: no failure of its own
+                    break
                 if code != 0:
                     raise self._failure(host, code)
         finally:
             self.stop()
+        if self._sink_error is not None:
+            raise self._sink_error
 
     def stop(self) -> None:
         """End the command wherever it still runs: SIGTERM, then SIGKILL after a grace."""
@@ -161,7 +169,13 @@ class Job:
             for line in stream:
                 text = line.decode(errors="replace").rstrip("\r\n")
                 self._tails[host].append(text)
-                self._sink(host, text)
+                try:
+                    self._sink(host, text)
+                except BrokenPipeError:
+                    raise
+                except Exception as error:  # a thread's own would be lost
+                    self._sink_error = self._sink_error or error
+                    return
 
 
 def find_program(command: Sequence[str]) -> str:

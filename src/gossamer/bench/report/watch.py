@@ -36,10 +36,10 @@ class _Answers:
         self._stamps: Any = None
         self._due = 0.0
         self._made: dict[str, bytes] = {}
-        self.tag = ""
+        self._tag = ""
 
-    def get(self, name: str) -> bytes:
-        """Return the page ("") or its content."""
+    def get(self, name: str) -> tuple[bytes, str]:
+        """Return the page ("") or its content, and the tag of that content."""
         with self._lock:
             now = time.monotonic()
             if now >= self._due:
@@ -49,7 +49,7 @@ class _Answers:
                     self._stamps = stamps
                 spent = time.monotonic() - now
                 self._due = time.monotonic() + max(self._refresh_s / 2, _REST * spent)
-            return self._made[name]
+            return self._made[name], self._tag
 
     def _make(self) -> None:
         results = self._reader.read()
@@ -59,7 +59,7 @@ class _Answers:
             "": render(results, self._refresh_s, made).encode(),
             "content": json.dumps(body).encode(),
         }
-        self.tag = f'"{blake2b(self._made["content"], digest_size=8).hexdigest()}"'
+        self._tag = f'"{blake2b(self._made["content"], digest_size=8).hexdigest()}"'
 
 
 @final
@@ -120,8 +120,7 @@ class _Handler(BaseHTTPRequestHandler):
         if name not in ("", "content"):
             self._answer(404, b"there is no such page\n", "text/plain")
             return
-        body = self.answers.get(name)
-        tag = self.answers.tag
+        body, tag = self.answers.get(name)
         if name and self.headers.get("If-None-Match") == tag:
             self._answer(304, b"", "application/json", tag)
             return

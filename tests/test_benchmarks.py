@@ -1,0 +1,81 @@
+"""The benchmarks that need neither root nor minutes run, at their smallest sizes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+import typer
+
+from benchmarks import imports, step
+from tests.page_commands import own_app
+
+# Jobs of several processes that each import torch: a loaded machine takes its time.
+pytestmark = pytest.mark.timeout(150)
+
+# The smallest sizes that each takes; of simulation the part that other processes do.
+SMALL = {
+    "consensus": "--workers 4 --seeds 1 --epochs 1",
+    "records": "--workers 4 --intervals 1 --steps 5 --rounds 1",
+    "runtime_model.paper": "simulation --trials 5",
+    "simulation": "--model mlp --workers 4 --memory-of mlp",
+    "sketch": "--steps 5 --seeds 1 --parameters 20000 --repeats 1",
+    "step": "--workers 2 --params 2e4 --steps 2 --rounds 1 --method local --method ddp",
+    "topology": "--workers 8 --repeats 1",
+    "workloads": "--workload digits-mlp --workers 4 --rounds 1",
+}
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    """Benchmarks set their number of threads; other tests keep theirs."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_a_benchmark_measures(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It comes to its end, and prints results, most of them as JSON lines."""
+    command = typer.main.get_command(own_app(import_module(f"benchmarks.{name}")))
+    command.main(SMALL[name].split(), standalone_mode=False)
+    printed = capsys.readouterr().out
+    assert printed
+    if name != "runtime_model.paper":
+        assert [line for line in printed.splitlines() if line.startswith("{") and json.loads(line)]
+
+
+def test_an_import_takes_no_longer_than_torch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By benchmarks.imports, `import gossamer` is within the goal, 1.2 of torch's time.
+
+    Names load what they need when used; docs/limits.md says how long that takes.
+    """
+    monkeypatch.setattr(imports, "IMPORTS", ("import torch", "import gossamer"))
+    monkeypatch.setattr(imports, "COMMANDS", ())
+    imports.main(rounds=1)
+    _, own = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert own["ratio_to_torch"] <= 1.2
+
+
+def test_workers_that_take_too_long_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """benchmarks.step leaves no process behind when it gives up."""
+    started: list[subprocess.Popen[str]] = []
+
+    class Recorded(subprocess.Popen[str]):
+        def __init__(self, *given: Any, **options: Any) -> None:
+            super().__init__(*given, **options)
+            started.append(self)
+
+    monkeypatch.setattr(step, "_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(subprocess, "Popen", Recorded)
+    with pytest.raises(subprocess.TimeoutExpired):
+        step.main(workers=2, params=2e4, steps=2, rounds=1, method=["local"])
+    assert len(started) == 2
+    assert all(process.poll() is not None for process in started)
