@@ -2,8 +2,11 @@
 
 On real ranks: every topology × order, and every model × order × optimizer. Against the plain loop,
 which test_gossip_parity.py holds against ranks: every topology × order × optimizer with the MLP,
-and every topology × order × model with the optimizers in turn. The whole product has 432 cases and
-would take minutes; gradient, mixing and update are functions that know nothing of each other.
+and every topology × order × model with the optimizers in turn: gradient, mixing and update are
+functions that know nothing of each other. The whole product on real ranks takes minutes, and runs
+only where it is asked for:
+
+    pytest -m product tests/test_simulation_parity.py
 """
 
 from __future__ import annotations
@@ -86,6 +89,17 @@ def test_the_simulation_equals_real_ranks(
     task = ALL_TASKS[model]
     ranks = run_ranks(NUM_WORKERS, lambda group: train_rank(group, task, text, order, optimizer))
     assert_equal_models(simulate(task, text, order, optimizer), ranks)
+
+
+@pytest.mark.product
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("model", "optimizer"), PAIRS)
+@pytest.mark.parametrize("text", ALL_TOPOLOGIES)
+def test_every_combination_equals_real_ranks(
+    text: str, model: str, optimizer: str, order: str
+) -> None:
+    """The same for every topology × order × optimizer × model."""
+    test_the_simulation_equals_real_ranks(text, model, optimizer, order)
 
 
 @pytest.mark.parametrize(

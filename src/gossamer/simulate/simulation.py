@@ -17,7 +17,6 @@ All workers start equal, so awc's step 0 has nothing to mix.
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast, final
 
@@ -34,6 +33,7 @@ from gossamer.consensus import (
     Sketch,
     Target,
     check_interval,
+    consensus_distance,
     planner,
     tensor_norms,
 )
@@ -266,14 +266,9 @@ class Simulation:
         self._copies_sent += round.copies_sent
         self._messages_sent += round.messages_sent
 
-    @torch.no_grad()
     def consensus_distance(self) -> float:
         """Return Ξ, with Ξ² = (1/W) Σ_i ‖x̄ − x_i‖², over all parameters."""
-        squared = sum(
-            float(p.var(0, correction=0).sum(dtype=torch.float64))
-            for p in self._parameters.values()
-        )
-        return math.sqrt(squared)
+        return consensus_distance(self._parameters.values())
 
     def sketches(self) -> FloatArray:
         """Return a sketch of every worker's parameters, [W, m]: their distances, nearly."""
