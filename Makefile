@@ -9,8 +9,9 @@ READY := $(VENV)/.ready
 demo: setup ## train digits in seven ways at three scales, and write demo/report.html
 	$(BIN)/gossamer demo --out demo
 
+# Files in the order of their names: by their number of tests, long ones would come last.
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 lint: setup
 	$(BIN)/ruff format --check .
