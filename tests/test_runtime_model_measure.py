@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -138,6 +139,15 @@ def test_waiting_for_an_all_reduce_is_not_compute() -> None:
     assert measure._times(step, [[1], [0]]) == [1.0 + 4.0, 1.0, 0.5, 0.5, 0.5]
     step.under_ddp = True
     assert measure._times(step, [[1], [0]])[0] == 1.0
+
+
+def test_steps_that_are_long_for_all_do_not_vary() -> None:
+    """Only differences between ranks count, as many as independent times would have."""
+    even = [[1.0, 2.0, 0.5], [1.0, 2.0, 0.5]]
+    assert measure._factors(even) == [1.0] * 6
+    rng = np.random.default_rng(0)
+    drawn = rng.gamma(1 / 0.0134, 0.0134, (2, 4000)) * rng.uniform(0.5, 2, 4000)
+    assert np.var(measure._factors(drawn.tolist())) == pytest.approx(0.0134, rel=0.1)
 
 
 def test_one_rank_has_no_links() -> None:

@@ -234,9 +234,7 @@ def _finish(
     other, forward, update, *backward = (
         statistics.fmean(column) for column in zip(*rows, strict=True)
     )
-    computed = [row[1] + sum(row[3:]) for row in rows]
-    mean = statistics.fmean(computed)
-    factors = [value / mean for value in computed]
+    factors = _factors([[row[1] + sum(row[3:]) for row in rank["times"]] for rank in gathered])
     sizes = [sum(trained[index].nbytes for index in part) for part in parts]
     profile = Profile(
         **draft,
@@ -251,6 +249,23 @@ def _finish(
         factors=tuple(factors[:: -(-len(factors) // _MOST_FACTORS)]),
     )
     write_profile(profile, path)
+
+
+def _factors(computed: list[list[float]]) -> list[float]:
+    """Return normalized compute times, of each rank's steps: mean 1, and how far ranks differ.
+
+    A step that is long or short for all, such as the last of an epoch, makes nobody wait: times are
+    over the mean of all ranks at the same step. As that follows each of n ranks, deviations are
+    √(n / (n − 1)) times as large as they look.
+    """
+    scale = math.sqrt(len(computed) / (len(computed) - 1))
+    factors = [
+        max(0.01, 1 + scale * (value / statistics.fmean(of_step) - 1))
+        for of_step in zip(*computed, strict=True)
+        for value in of_step
+    ]
+    mean = statistics.fmean(factors)
+    return [factor / mean for factor in factors]
 
 
 def _times(step: _Step, parts: list[list[int]]) -> list[float]:

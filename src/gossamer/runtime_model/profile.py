@@ -111,7 +111,7 @@ class Profile(_Value):
     """Matters where a step takes milliseconds."""
 
     variance: NonNegativeFloat = 0.0
-    """Of the normalized compute time, over workers and steps."""
+    """Of the normalized compute time: how far workers are apart in a step."""
 
     factors: tuple[PositiveFloat, ...] = ()
     """Normalized compute times as measured, mean 1; without them, a gamma distribution."""
