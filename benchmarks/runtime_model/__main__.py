@@ -42,7 +42,7 @@ def main(  # noqa: PLR0913 - one parameter per option
     compute_ms: Annotated[float, typer.Option(help="Emulated compute per step.")] = 200.0,
     params: Annotated[float, typer.Option(help="Parameters of the model.")] = 2.1e6,
     steps: Annotated[int, typer.Option(help="Timed steps per method and round.")] = 12,
-    rounds: Annotated[int, typer.Option(help="Rounds; each runs every method once.")] = 1,
+    rounds: Annotated[int, typer.Option(help="Rounds; each runs every method once.")] = 3,
     json_file: Annotated[Path | None, typer.Option("--json", help="Append JSON lines.")] = None,
     score_only: Annotated[
         bool, typer.Option("--score", help="Measure nothing; score the points in --json.")
