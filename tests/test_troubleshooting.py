@@ -291,7 +291,7 @@ PROVOKE: dict[str, Callable[[], object]] = {
     "all ranks must make": with_others(average, lambda gossip: gossip.consensus_distance()),
     "all ranks must mix": train_long(ring_of),
     "inputs must be": simulate(inputs=(4, 2, 5)),
-    "parameters, gradients and": simulate(memory_gb=1e-6),
+    "parameters, gradients, buffers and": simulate(memory_gb=1e-6),
     "loss(output, target)": simulate(reduction="none"),
     "mine.toml has": lambda: parse_experiment(EXPERIMENT, "mine.toml"),
     "there is no method": lambda: fields_of("D_rign", workers=4, epochs=1),
