@@ -115,6 +115,7 @@ class Transport:
         self._bulletin = bulletin
         # - Process groups, opened now and in one order on all ranks, because opening waits
         self._base = process_group
+        self._opened: list[ProcessGroup] = []
         self._everyone = tuple(range(self.size))
         # Where all ranks meet has connections of its own: a call that one rank makes alone must
         # not be taken for its part in a round.
@@ -125,6 +126,13 @@ class Transport:
             reduced = len(members) >= _SMALLEST_REDUCED or members == self._everyone
             if reduced and members not in self._groups:
                 self._groups[members] = self._open_group(members, "rounds")
+        # Gloo asks for a message on the connection on which it then comes. If the asking rank sent
+        # data there too, the request would wait behind them while the link from its peer idles: a
+        # ring across two nodes took twice as long. So data go one way only on each connection.
+        self._upward = self._groups[self._everyone]
+        self._downward = self._upward
+        if self._on_cpu:
+            self._downward = self._open_group(self._everyone, "downward")
         # - What each round means for this rank
         self._part_in = lru_cache(maxsize=256)(self._make_part)
         # - Further receives on the CPU; see Note [No deadlock]
@@ -254,10 +262,11 @@ class Transport:
         self._part_in.cache_clear()
         self._spare.clear()
         if not self._on_cpu:
-            for group in (self._meeting, *self._groups.values()):
+            for group in self._opened:
                 dist.destroy_process_group(group)
         self._groups.clear()
-        del self._meeting
+        self._opened.clear()
+        del self._meeting, self._upward, self._downward
 
     def abandon(self, seconds: float) -> None:
         """Let the process end, or go on without this transport, though peers have failed it.
@@ -269,7 +278,7 @@ class Transport:
         """
         left = self._bulletin.seconds_left
         self._collector.wait_idle(left + 1 if left < seconds + _SHUTDOWN_S else seconds)
-        for kept in (self._bulletin.store, self._meeting, *self._groups.values()):
+        for kept in (self._bulletin.store, *self._opened):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
     def _begin_over_gloo(self, part: _Part, source: Tensor, inbox: Tensor, tag: int) -> Exchange:
@@ -308,15 +317,18 @@ class Transport:
         return _messages(part, [collect])
 
     def _receive(self, target: Tensor, sender: int, tag: int) -> Callable[[], None]:
-        group = self._groups[self._everyone]
+        group = self._lane(sender, self.rank)
         what = f"bucket {tag} from rank {sender}"
         return self._post(lambda: group.recv([target], sender, tag), what, (sender,))
 
     def _send(self, source: Tensor, receiver: int, tag: int) -> Callable[[], None]:
-        group = self._groups[self._everyone]
+        group = self._lane(self.rank, receiver)
         self._count(1, source.nbytes)
         what = f"rank {receiver} to take bucket {tag}"
         return self._post(lambda: group.send([source], receiver, tag), what, (receiver,))
+
+    def _lane(self, sender: int, receiver: int) -> ProcessGroup:
+        return self._upward if sender < receiver else self._downward
 
     def _begin_sum(
         self, group: ProcessGroup, members: tuple[int, ...], tensor: Tensor, what: str
@@ -399,10 +411,12 @@ class Transport:
     def _open_group(self, members: tuple[int, ...], purpose: str) -> ProcessGroup:
         try:
             # A backend by itself has the methods that we call.
-            return cast(ProcessGroup, self._connect(members, purpose))
+            group = cast(ProcessGroup, self._connect(members, purpose))
         except RuntimeError as error:
             others = self._others_in(members)
             raise self._bulletin.failure("connections", others, error) from error
+        self._opened.append(group)
+        return group
 
     def _connect(self, members: tuple[int, ...], purpose: str) -> object:
         if self._on_cpu:
