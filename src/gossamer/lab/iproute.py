@@ -16,7 +16,9 @@ from gossamer.errors import UserError
 
 _TIMEOUT_S = 30.0
 _TOOLS = {"ip": "iproute2", "tc": "iproute2", "setpriv": "util-linux"}
-_UNKNOWN_PART = re.compile(r"Unknown device type|kind is unknown|not supported", re.IGNORECASE)
+_UNKNOWN_PART = re.compile(
+    r"Unknown device type|kind is unknown|classifier not found|not supported", re.IGNORECASE
+)
 
 
 def check_machine() -> None:

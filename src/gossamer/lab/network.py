@@ -33,6 +33,9 @@ _SWITCH_QUEUE_BYTES = 16 * 1024 * 1024
 hosts send to one port, and with a short queue they lose packets and wait for timeouts of TCP."""
 
 _MAX_SEGMENT_BYTES = 64 * 1024
+_ACKNOWLEDGEMENT = "match u16 52 0xffff at 2 match u8 0x10 0xff at 33"
+"""TCP without data: 20 + 32 bytes of headers, timestamps included, and of all flags ACK alone."""
+
 _TCP = Path("/proc/sys/net/ipv4")
 _SETTINGS = {
     # Every kernel has it, so that figures do not depend on the machine's own choice.
@@ -41,6 +44,8 @@ _SETTINGS = {
     # here, so half a megabyte fills 10 Gbit/s; by default connections fill the queues of ports
     # that they share, and then wait for timeouts.
     "tcp_wmem": "4096 16384 524288",
+    # The switch tells acknowledgements by their length.
+    "tcp_timestamps": "1",
 }
 _LINK = re.compile(r"(host|node)\d+")
 T = TypeVar("T")
@@ -87,8 +92,8 @@ class Network:
                 f"link set {down} master inside{node} addrgenmode none up",
             ]
             configure("ip", switch, uplink, needs="veth")
-            _shape(switch, up, bits_s, _SWITCH_QUEUE_BYTES)
-            _shape(switch, down, bits_s, _SWITCH_QUEUE_BYTES)
+            _shape_port(switch, up, bits_s)
+            _shape_port(switch, down, bits_s)
 
     def _make_host(self, host: Host) -> None:
         switch, namespace = self.namespace("switch"), self.namespace(host.name)
@@ -108,9 +113,8 @@ class Network:
         configure("ip", namespace, inside)
         self.run_inside(host.name, _set_tcp)
         # A shaper acts on what leaves an interface, so each direction has its own.
-        own_queue = max(_MIN_HOST_QUEUE_BYTES, int(host.rate_bits_s / 8 * _HOST_QUEUE_S))
-        _shape(namespace, INTERFACE, host.rate_bits_s, own_queue)
-        _shape(switch, host.name, host.rate_bits_s, _SWITCH_QUEUE_BYTES)
+        _shape_host(namespace, host.rate_bits_s)
+        _shape_port(switch, host.name, host.rate_bits_s)
 
     def _write_hosts_file(self, folder: Path) -> None:
         # Names for the addresses, or each connection waits for a name server that is not there.
@@ -167,10 +171,43 @@ def _bridge(name: str) -> list[str]:
     return [f"link add {name} type bridge", f"link set {name} addrgenmode none up"]
 
 
-def _shape(namespace: str, device: str, bits_s: int, queue_bytes: int) -> None:
-    burst = max(_MIN_BURST_BYTES, int(bits_s / 8 * _BURST_S))
-    tbf = f"qdisc add dev {device} root tbf rate {bits_s} burst {burst} limit {queue_bytes}"
+def _shape_host(namespace: str, bits_s: int) -> None:
+    """Shape what leaves a host."""
+    queue = max(_MIN_HOST_QUEUE_BYTES, int(bits_s / 8 * _HOST_QUEUE_S))
+    tbf = f"qdisc add dev {INTERFACE} root tbf rate {bits_s} burst {_burst(bits_s)} limit {queue}"
     configure("tc", namespace, [tbf], needs="tbf")
+    _bound_segments(namespace, INTERFACE, bits_s)
+
+
+def _shape_port(switch: str, port: str, bits_s: int) -> None:
+    """Shape what leaves a port of the switch, acknowledgements first.
+
+    In one queue they would wait behind the data of the other direction. On paths as short as these,
+    traffic both ways then alternates: one direction stands still until the other's queue is empty
+    and lets its acknowledgements through (Zhang, Shenker and Clark, SIGCOMM 1991).
+    """
+    burst = _burst(bits_s)
+    whole = f"ceil {bits_s} cburst {burst} quantum {_MAX_SEGMENT_BYTES}"
+    # Both classes own next to nothing and borrow the link's rate, the one with prio 0 first.
+    borrowed = f"rate {max(1, bits_s // 100)} burst {_MIN_BURST_BYTES} {whole}"
+    classes = [
+        f"qdisc add dev {port} root handle 1: htb default 3",
+        f"class add dev {port} parent 1: classid 1:1 htb rate {bits_s} burst {burst} {whole}",
+        f"class add dev {port} parent 1:1 classid 1:2 htb {borrowed} prio 0",
+        f"class add dev {port} parent 1:1 classid 1:3 htb {borrowed} prio 1",
+        f"qdisc add dev {port} parent 1:3 bfifo limit {_SWITCH_QUEUE_BYTES}",
+    ]
+    configure("tc", switch, classes, needs="htb")
+    choice = f"filter add dev {port} parent 1: protocol ip u32 {_ACKNOWLEDGEMENT} flowid 1:2"
+    configure("tc", switch, [choice], needs="cls_u32")
+    _bound_segments(switch, port, bits_s)
+
+
+def _burst(bits_s: int) -> int:
+    return max(_MIN_BURST_BYTES, int(bits_s / 8 * _BURST_S))
+
+
+def _bound_segments(namespace: str, device: str, bits_s: int) -> None:
     # A segment larger than the burst would be cut into frames by the shaper, on our processors.
-    segment = min(_MAX_SEGMENT_BYTES, burst * 3 // 4)
+    segment = min(_MAX_SEGMENT_BYTES, _burst(bits_s) * 3 // 4)
     configure("ip", namespace, [f"link set {device} gso_max_size {segment}"])
