@@ -1,8 +1,8 @@
 """What runs on each host: every method of every round, each in a forked process of its own.
 
-The parent imports torch once and starts nothing, so that a fork costs milliseconds, a failure
-stays within its method, and the peak memory is that of one method. Samples leave as lines on
-stdout that begin with SAMPLE.
+The parent imports torch once, with what it would import later, and starts nothing, so that a fork
+costs milliseconds, a failure stays within its method, and the peak memory is that of one method.
+Samples leave as lines on stdout that begin with SAMPLE.
 """
 
 from __future__ import annotations
@@ -125,6 +125,7 @@ def _child(task: Task, method: str, round_: int, port: int) -> None:
 def main() -> None:
     """Measure the task given as JSON in the first argument."""
     task = Task(**json.loads(sys.argv[1]))
+    torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports the compiler, for 1.6 s
     fork = multiprocessing.get_context("fork")
     # A port for each, because a slow host's last process may still hold the one before.
     ports = iter(range(_FIRST_PORT, 65536))
