@@ -1,9 +1,10 @@
 """Predicted against measured iteration times in the lab: `python -m benchmarks.runtime_model`.
 
-In every setting a profile is taken first, by training without communication; the model sees nothing
-else. Then each method is measured as in benchmarks.cluster. What is compared is the mean over hosts
-and steps, which is what the model predicts: where compute times vary, the slowest host of a few
-steps is slower than that by chance.
+In every round of a setting a profile is taken first, by training without communication; then each
+method is measured as in benchmarks.cluster. A setting is predicted from one of its profiles, the
+middle one, and from nothing else. What is compared is the mean over hosts and steps, which is what
+the model predicts: where compute times vary, the slowest host of a few steps is slower than that by
+chance.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from benchmarks.cluster.report import times_of_rounds
 from benchmarks.cluster.run import console, environment, measure, start
 from benchmarks.cluster.worker import WARMUP, Task
 from benchmarks.runtime_model.score import Point, score, table
-from benchmarks.runtime_model.worker import AER, PATH, PROFILE, STEPS, aer_of
+from benchmarks.runtime_model.worker import AER, FOLDER, PROFILE, STEPS, aer_of
 from gossamer.errors import UserError
 from gossamer.lab import Layout, one_switch, parse_layout
-from gossamer.runtime_model import make_plan, read_profile
+from gossamer.runtime_model import Plan, make_plan, read_profile
+from gossamer.runtime_model.methods import DDP
 
 HETEROGENEOUS = "1gbit/300mbit"
 METHODS = (
@@ -85,19 +87,24 @@ def _task(compute_ms: float, params: float, steps: int, rounds: int, variance: f
 def _measure_setting(task: Task, hosts: int, network: str, json_file: Path | None) -> list[Point]:
     layout = _layout(hosts, network)
     with tempfile.TemporaryDirectory(prefix="gossamer-profile-") as folder:
-        path = Path(folder) / "profile.json"
         samples, rows = measure(
             task,
             layout,
             f"{hosts} x {network}, variance {task.variance:g}:",
             worker="benchmarks.runtime_model.worker",
-            variables={PATH: str(path), STEPS: str(task.steps)},
+            variables={FOLDER: folder, STEPS: str(task.steps)},
         )
-        profile = read_profile(path)
-    _append(json_file, {"kind": "profile", "network": network, **profile.model_dump(mode="json")})
-    aer = aer_of(profile.network.workers_per_node)
+        profiles = [read_profile(path) for path in sorted(Path(folder).iterdir())]
+    if not profiles:
+        raise UserError("a prediction needs a profile, got none; what its hosts said is above")
+    for profile in profiles:
+        record = {"kind": "profile", "network": network, **profile.model_dump(mode="json")}
+        _append(json_file, record)
+    aer = aer_of(layout.hosts_per_node)
     topology_of = {AER: aer} | {name: gossiping_on(name) for name in METHODS if name != AER}
-    plan = make_plan(profile, [hosts], topologies=[each for each in topology_of.values() if each])
+    topologies = [each for each in topology_of.values() if each]
+    plans = [make_plan(profile, [hosts], topologies=topologies) for profile in profiles]
+    plan = _middle(plans)
     predicted = {row.method: row.prediction.mean_s for row in plan.rows}
     points: list[Point] = []
     for row in rows:
@@ -121,6 +128,15 @@ def _measure_setting(task: Task, hosts: int, network: str, json_file: Path | Non
             )
         )
     return points
+
+
+def _middle(plans: list[Plan]) -> Plan:
+    """Return the plan of the middle round by DDP's time, which compute and links have a part in."""
+
+    def ddp_s(plan: Plan) -> float:
+        return next(row.prediction.mean_s for row in plan.rows if row.method == DDP)
+
+    return sorted(plans, key=ddp_s)[len(plans) // 2]
 
 
 def gossiping_on(method: str) -> str:

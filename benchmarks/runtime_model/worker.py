@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import partial
+from pathlib import Path
 
 from torch import nn
 
@@ -14,7 +15,7 @@ from gossamer.runtime_model.measure import measure
 
 PROFILE = "profile"
 AER = "gossamer(aer)"
-PATH, STEPS = "GOSSAMER_PROFILE_PATH", "GOSSAMER_PROFILE_STEPS"
+FOLDER, STEPS = "GOSSAMER_PROFILES", "GOSSAMER_PROFILE_STEPS"
 
 
 def aer_of(workers_per_node: int) -> str:
@@ -30,7 +31,9 @@ def profiled(model: nn.Module, workers: Workers) -> Step:
         model.pace.advance()
     optimizer = adam(model.parameters())
     steps = int(os.environ[STEPS])
-    measure(model, optimizer, os.environ[PATH], steps=steps, warmup=WARMUP, name="emulated")
+    # A file for each round, which has a port of its own.
+    path = Path(os.environ[FOLDER]) / f"{os.environ['MASTER_PORT']}.json"
+    measure(model, optimizer, path, steps=steps, warmup=WARMUP, name="emulated")
     return training_step(model, optimizer, workers.batch)
 
 
