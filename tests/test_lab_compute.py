@@ -9,6 +9,9 @@ from torch import nn
 
 from gossamer.lab.compute import EmulatedModel, Pace, SleepLayer
 
+TRIES = 5
+"""Of which the fastest counts: on a busy machine a sleep may take longer, never shorter."""
+
 
 @pytest.mark.parametrize("variance", [0.0017, 0.0134])
 def test_the_pace_has_mean_one_and_the_variance_asked_for(variance: float) -> None:
@@ -66,26 +69,34 @@ def test_a_model_has_about_the_parameters_asked_for() -> None:
 
 def test_the_passes_take_the_time_asked_for() -> None:
     """Forward and backward pass take their own times, and the optimizer's is not emulated."""
-    model = EmulatedModel(num_params=100, num_layers=4, forward_s=0.1, backward_s=0.2)
-    start = time.perf_counter()
-    loss = model(torch.randn(1, model.width)).sum()
-    middle = time.perf_counter()
-    loss.backward()
-    end = time.perf_counter()
-    assert middle - start == pytest.approx(0.1, rel=0.2)
-    assert end - middle == pytest.approx(0.2, rel=0.2)
+    model = EmulatedModel(num_params=100, num_layers=4, forward_s=0.05, backward_s=0.1)
+    forward: list[float] = []
+    backward: list[float] = []
+    for _ in range(TRIES):
+        start = time.perf_counter()
+        loss = model(torch.randn(1, model.width)).sum()
+        middle = time.perf_counter()
+        loss.backward()
+        forward.append(middle - start)
+        backward.append(time.perf_counter() - middle)
+    assert min(forward) == pytest.approx(0.05, rel=0.2)
+    assert min(backward) == pytest.approx(0.1, rel=0.2)
 
 
 def test_gradients_become_ready_through_the_backward_pass() -> None:
     """The last layer's gradient is there about one share into the pass, the first's at its end."""
-    model = EmulatedModel(num_params=100, num_layers=4, forward_s=0.0, backward_s=0.2)
+    model = EmulatedModel(num_params=100, num_layers=4, forward_s=0.0, backward_s=0.1)
     ready: list[float] = []
     for layer in model.layers:
         if isinstance(layer, nn.Linear):
             layer.weight.register_post_accumulate_grad_hook(
                 lambda _: ready.append(time.perf_counter())
             )
-    loss = model(torch.randn(1, model.width)).sum()
-    start = time.perf_counter()
-    loss.backward()
-    assert [at - start for at in ready] == pytest.approx([0.05, 0.1, 0.15, 0.2], abs=0.04)
+    tries: list[list[float]] = []
+    for _ in range(TRIES):
+        ready.clear()
+        loss = model(torch.randn(1, model.width)).sum()
+        start = time.perf_counter()
+        loss.backward()
+        tries.append([at - start for at in ready])
+    assert min(tries, key=max) == pytest.approx([0.025, 0.05, 0.075, 0.1], abs=0.02)
