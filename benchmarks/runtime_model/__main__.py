@@ -98,8 +98,8 @@ def _measure_setting(task: Task, hosts: int, network: str, json_file: Path | Non
     if not profiles:
         raise UserError("a prediction needs a profile, got none; what its hosts said is above")
     for profile in profiles:
-        record = {"kind": "profile", "network": network, **profile.model_dump(mode="json")}
-        _append(json_file, record)
+        fields = profile.model_dump(mode="json")
+        _append(json_file, {"kind": "profile", "layout": network, **fields})
     aer = aer_of(layout.hosts_per_node)
     topology_of = {AER: aer} | {name: gossiping_on(name) for name in METHODS if name != AER}
     topologies = [each for each in topology_of.values() if each]

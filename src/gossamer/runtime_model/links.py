@@ -3,7 +3,8 @@
 All ranks make the same calls. Pairs are measured one at a time, in both directions at once, which
 is how gossip exchanges; then all workers of a node with those of the next, which share its link;
 then what links reach while everybody uses them: in pairs, in an all-reduce, and in a ring in which
-each rank receives from two.
+each rank receives from two. What is repeated is repeated in turns, and the median counts: whatever
+else takes a second of the machine then does not fall on one link or pattern alone.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import combinations
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +34,9 @@ _WINDOW_S = 0.25
 
 _PINGS = 8
 _REPEATS = 3
+_PATTERN_REPEATS = 5
+"""More, because a link's rate is also the median over pairs, and a pattern is measured once."""
+
 _MOST_PAIRS = 12
 
 
@@ -45,7 +51,7 @@ def measure_network(
         device: where training's tensors live.
     """
     probe = _Probe(process_group, device)
-    pairs = [probe.pair(*ranks) for ranks in _pairs(probe.size, workers_per_node)]
+    pairs = probe.pairs(_pairs(probe.size, workers_per_node))
     inside = [p.link for p in pairs if _same_node(p, workers_per_node)]
     between = [p.link for p in pairs if not _same_node(p, workers_per_node)]
     apart = _median(between) if between else None
@@ -72,55 +78,63 @@ class _Probe:
         self._memory = [torch.ones(_MOST_BYTES // 4, device=device) for _ in range(3)]
         self.rank, self.size = group.rank(), group.size()
 
-    def pair(self, first: int, second: int) -> Pair:
-        """Measure the link between two ranks while all others wait; returns on all."""
-        seconds = torch.zeros(3, dtype=torch.float64, device=self._device)
-        if self.rank in (first, second):
-            peer = second if self.rank == first else first
-            pings = [self._time(lambda: self._exchange(peer, 8)) for _ in range(_PINGS)]
-            num_bytes = self._size_for(peer)
-            took = [self._time(lambda: self._exchange(peer, num_bytes)) for _ in range(_REPEATS)]
-            seconds[:] = torch.tensor([min(pings), statistics.median(took), num_bytes])
-        latency_s, took_s, sent = self._told_by(first, seconds)
-        return Pair(
-            ranks=(first, second),
-            link=Link(bits_s=8 * sent / max(took_s - latency_s, 1e-9), latency_s=latency_s),
-        )
+    def pairs(self, chosen: list[tuple[int, int]]) -> list[Pair]:
+        """Measure the links between two ranks each, while all others wait; returns on all."""
+        latencies = [self._of_pair(ranks, self._latency_s) for ranks in chosen]
+        sizes = [int(self._of_pair(ranks, self._size_for)) for ranks in chosen]
+        took = [
+            [
+                self._of_pair(ranks, partial(self._exchange_s, num_bytes=num_bytes))
+                for ranks, num_bytes in zip(chosen, sizes, strict=True)
+            ]
+            for _ in range(_REPEATS)
+        ]
+        return [
+            Pair(
+                ranks=ranks,
+                link=Link(
+                    bits_s=8 * num_bytes / max(statistics.median(seconds) - latency_s, 1e-9),
+                    latency_s=latency_s,
+                ),
+            )
+            for ranks, latency_s, num_bytes, *seconds in zip(
+                chosen, latencies, sizes, *took, strict=True
+            )
+        ]
 
     def node_rate(self, workers_per_node: int, link: Link) -> float:
         """Return the rate at which a whole node exchanges with the next one."""
         num_bytes = _bytes_for(link.bits_s / workers_per_node)
         partner = self.rank + workers_per_node * (1 if self.rank < workers_per_node else -1)
-        took: list[float] = []
-        for _ in range(_REPEATS):
-            self._barrier()
-            seconds = 0.0
+
+        def act() -> None:
             if self.rank < 2 * workers_per_node:
-                seconds = self._time(lambda: self._exchange(partner, num_bytes))
-            took.append(self._slowest(seconds))
-        return (
-            8 * num_bytes * workers_per_node / max(statistics.median(took) - link.latency_s, 1e-9)
-        )
+                self._exchange(partner, num_bytes)
+
+        seconds = statistics.median(self._slowest_s(act) for _ in range(_REPEATS))
+        return 8 * num_bytes * workers_per_node / max(seconds - link.latency_s, 1e-9)
 
     def efficiencies(self, links: costs.Links) -> dict[str, float]:
         """Return what pairs, an all-reduce and a ring reach of what the links alone would allow."""
-        slowest = float(min(links.port_bits_s.min(), links.uplink_bits_s.min()))
-        num_bytes = _bytes_for(slowest / 2)
-        reduce = costs.all_reduce(links, [num_bytes])
-        found = {"reduce_efficiency": self._efficiency(reduce, lambda: self._all_reduce(num_bytes))}
+        patterns = [
+            _pattern("reduce_efficiency", partial(costs.all_reduce, links), self._all_reduce)
+        ]
         if self.size > 2:
-            pairs = costs.mix(links, one_peer_ring(self.size).round(0), [num_bytes])
-            found["pair_efficiency"] = self._efficiency(pairs, lambda: self._pairs(num_bytes))
-            both = costs.mix(links, ring(self.size), [num_bytes])
-            found["fan_in_efficiency"] = self._efficiency(both, lambda: self._ring(num_bytes))
-        return found
-
-    def _efficiency(self, expected: Exchange, act: Callable[[], None]) -> float:
-        took: list[float] = []
-        for _ in range(_REPEATS):
-            self._barrier()
-            took.append(self._slowest(self._time(act)))
-        return float(np.clip(expected.cost_WK.max() / statistics.median(took), 0.05, 2.0))
+            pairs = partial(costs.mix, links, one_peer_ring(self.size).round(0))
+            both = partial(costs.mix, links, ring(self.size))
+            patterns += [
+                _pattern("pair_efficiency", pairs, self._pairs),
+                _pattern("fan_in_efficiency", both, self._ring),
+            ]
+        took = [
+            [self._slowest_s(pattern.act) for pattern in patterns] for _ in range(_PATTERN_REPEATS)
+        ]
+        return {
+            pattern.field: float(
+                np.clip(pattern.expected_s / statistics.median(seconds), 0.05, 2.0)
+            )
+            for pattern, *seconds in zip(patterns, *took, strict=True)
+        }
 
     def _exchange(self, peer: int, num_bytes: int) -> None:
         # Posted before it is waited for: two ranks that both send first would wait for ever.
@@ -163,13 +177,30 @@ class _Probe:
     def _tensors(self, num_bytes: int) -> list[Tensor]:
         return [memory[: num_bytes // 4] for memory in self._memory]
 
-    def _size_for(self, peer: int) -> int:
-        """Return how many bytes take about the window; both ranks must use the same."""
-        seconds = self._time(lambda: self._exchange(peer, _PROBE_BYTES))
-        own = torch.tensor([_bytes_for(8 * _PROBE_BYTES / seconds)], device=self._device)
-        other = torch.zeros_like(own)
-        self._run([(dist.irecv, other, peer), (dist.isend, own, peer)])
-        return int(min(own.item(), other.item()))
+    def _of_pair(self, ranks: tuple[int, int], act: Callable[[int], float]) -> float:
+        """Return on all what the first of two ranks finds, while only those two act."""
+        told = torch.zeros(1, dtype=torch.float64, device=self._device)
+        if self.rank in ranks:
+            first, second = ranks
+            found = act(second if self.rank == first else first)
+            told[0] = found if self.rank == first else 0.0
+        dist.all_reduce(told, group=self._group)
+        return told.item()
+
+    def _latency_s(self, peer: int) -> float:
+        return min(self._exchange_s(peer, 8) for _ in range(_PINGS))
+
+    def _size_for(self, peer: int) -> float:
+        """Return how many bytes take about the window."""
+        return _bytes_for(8 * _PROBE_BYTES / self._exchange_s(peer, _PROBE_BYTES))
+
+    def _exchange_s(self, peer: int, num_bytes: int) -> float:
+        return self._time(lambda: self._exchange(peer, num_bytes))
+
+    def _slowest_s(self, act: Callable[[], None]) -> float:
+        """Return the time of the slowest rank; all begin together."""
+        self._slowest(0.0)
+        return self._slowest(self._time(act))
 
     def _time(self, act: Callable[[], None]) -> float:
         began = time.perf_counter()
@@ -183,14 +214,27 @@ class _Probe:
         dist.all_reduce(value, dist.ReduceOp.MAX, group=self._group)
         return float(value.item())
 
-    def _told_by(self, rank: int, values: Tensor) -> list[float]:
-        """Return one rank's numbers on all; a barrier as well."""
-        told = values if self.rank == rank else torch.zeros_like(values)
-        dist.all_reduce(told, group=self._group)
-        return told.tolist()
 
-    def _barrier(self) -> None:
-        self._slowest(0.0)
+class _Pattern(NamedTuple):
+    """A pattern in which all ranks use the links."""
+
+    field: str
+    """Of the profile's network."""
+
+    expected_s: float
+    act: Callable[[], None]
+
+
+def _pattern(
+    field: str, cost: Callable[[list[int]], Exchange], act: Callable[[int], None]
+) -> _Pattern:
+    """Return a pattern with as many bytes as should take the window."""
+
+    def expected_s(num_bytes: int) -> float:
+        return float(cost([num_bytes]).cost_WK.max())
+
+    num_bytes = _bytes_for(8 * _PROBE_BYTES / expected_s(_PROBE_BYTES))
+    return _Pattern(field, expected_s(num_bytes), partial(act, num_bytes))
 
 
 def _bytes_for(bits_s: float) -> int:
