@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import queue
 import signal
@@ -16,6 +17,7 @@ import pytest
 from gossamer.errors import UserError
 from gossamer.lab import Cluster, HostFailed, Layout, one_switch, parse_layout
 from gossamer.lab.iproute import check_machine, configure
+from gossamer.lab.iproute import run as run_tool
 from gossamer.lab.namespaces import living_labs, sweep
 from gossamer.lab.processes import Job, Launch
 
@@ -179,6 +181,17 @@ def test_hosts_of_a_node_share_its_uplink() -> None:
             timeout_s=20,
         )
     assert sum(received) == pytest.approx(40e6 / 8 * 1448 / 1514, rel=0.1)
+
+
+@needs_lab
+def test_acknowledgements_have_a_queue_of_their_own(pair: Cluster) -> None:
+    """Of what a port of the switch sends, frames of TCP without data wait for no data."""
+    pair.measure(0.1)
+    listed = run_tool("tc", "-n", f"{pair.id}.switch", "-s", "-j", "class", "show", "dev", "host0")
+    sent = {each["handle"]: each["stats"] for each in json.loads(listed)}
+    assert sent["1:2"]["packets"] > 10
+    assert sent["1:2"]["bytes"] == 66 * sent["1:2"]["packets"]
+    assert sent["1:3"]["bytes"] > 10 * sent["1:2"]["bytes"]
 
 
 @needs_lab
