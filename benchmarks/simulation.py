@@ -40,7 +40,7 @@ from torch.optim import SGD
 from gossamer import Simulation
 
 VOCABULARY, TIME = 64, 16
-WARMUP = 12
+WARMUP = 16
 """Steps before the first measured one: the simulation chooses how to compute in them."""
 
 PASSES = 9

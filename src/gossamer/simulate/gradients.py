@@ -45,7 +45,7 @@ _PROBED = 4
 _LOOP = 0
 """In place of the size of a chunk: one worker after the other, without vmap."""
 
-_TIMED_STEPS = 2
+_TIMED_STEPS = 3
 _TIMED_IN_LOOP = 8
 
 

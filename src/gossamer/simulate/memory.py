@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from pathlib import Path
 from typing import NamedTuple
-
-import torch
 
 from gossamer.errors import UserError
 
 _BACKWARD = 2
 """A backward pass holds about as much again as what the forward pass kept."""
 
-_KEPT_COPIES = 0.75
+_KEPT_COPIES = 0.7
 """What a forward pass should keep at most, in copies of all workers' parameters: with the backward
-pass activations are one and a half copies, beside three or more that are there anyway."""
+pass activations are 1.4 copies, beside three or more that are there anyway."""
 
 _SMALL_BYTES = 24 << 20
 """What any simulation may take: less would cost time and save nothing that counts."""
 
+_KEPT_BYTES = 256 << 20
+_LARGEST_BLOCK_BYTES = 32 << 20
+"""Of those that are kept; glibc takes no more."""
 
-_LARGEST_BLOCK_BYTES = 31 << 20
-"""Just below the largest that glibc learns from."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Of malloc.h."""
 
 
 class Room(NamedTuple):
@@ -47,7 +49,7 @@ def room(
 
         held = c (2 model + state)            with c = W copies, or 1 where there is one model
         most = (memory - held) / 2            the backward pass takes as much again
-        good = min(most, max(3/4 W model, (24 MB - held) / 2))
+        good = min(most, max(0.7 W model, (24 MB - held) / 2))
 
     One model's activations may take what those of W models may: they are of as many samples.
 
@@ -80,14 +82,15 @@ def room(
 
 
 def keep_freed_memory() -> None:
-    """Let the process keep memory that it frees, for the next chunk, as far as glibc does so.
+    """Let the process keep memory that it frees, for the next chunk, where glibc has the say.
 
-    glibc maps blocks of their own for what is larger than any block freed so far, up to 32 MB, and
-    gives free memory above twice that size back to the system. One large block, freed at once,
-    raises both limits for the rest of the process, at most 64 MB. Without it pages come and go with
-    every chunk, which takes longer than a small model's products.
+    By default it maps large blocks one by one and gives them back at once, so that pages come and
+    go with every chunk, which takes longer than a small model's products.
     """
-    torch.empty(_LARGEST_BLOCK_BYTES, dtype=torch.uint8)
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_BLOCK_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 def free_bytes() -> float:
