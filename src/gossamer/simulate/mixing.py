@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from gossamer.errors import UserError
 from gossamer.topology import Round
 
-_BLOCK_BYTES = 4 << 20
+_BLOCK_BYTES = 3 << 20
 """Products run on blocks of columns of this size, so that a block and its result stay in cache."""
 
 _MOST_SHIFTS = 9
@@ -101,17 +101,39 @@ def _nothing(x_WN: Tensor) -> None:
 
 
 def _by_shifts(shifts: list[tuple[int, float]], x_WN: Tensor) -> None:
-    """Mix rows at the same distances: a block of columns is copied, longer by what goes round."""
-    reach = max(abs(shift) for shift, _ in shifts)
-    # Means of more and more neighbours, as weights add up to 1: fewer passes over memory than
-    # products and sums.
-    totals = accumulate(weight for _, weight in shifts)
-    shares = [(s, weight / total) for (s, weight), total in zip(shifts, totals, strict=True)]
+    """Mix rows at the same distances: neighbours' mean goes aside, a worker's own row joins it.
+
+    Means of more and more neighbours, as weights add up to 1: fewer passes over memory than
+    products and sums.
+    """
+    own = sum(weight for shift, weight in shifts if shift == 0)
+    others = [(shift, weight) for shift, weight in shifts if shift != 0]
+    totals = accumulate(weight for _, weight in others)
+    shares = [weight / total for (_, weight), total in zip(others, totals, strict=True)]
+    parts = _without_wrap(len(x_WN), [shift for shift, _ in others])
     for block in _columns(x_WN):
-        rows = torch.cat([block[len(block) - reach :], block, block[:reach]])
-        mean = rows[reach + shifts[0][0] :][: len(block)]
-        for shift, share in shares[1:]:
-            mean = torch.lerp(mean, rows[reach + shift :][: len(block)], share, out=block)
+        mean = torch.empty_like(block)
+        for rows, (first, *rest) in parts:
+            into, sofar = mean[rows], block[first]
+            for share, source in zip(shares[1:], rest, strict=True):
+                sofar = torch.lerp(sofar, block[source], share, out=into)
+            if not rest:
+                into.copy_(sofar)
+        block.lerp_(mean, 1 - own)
+
+
+def _without_wrap(n: int, shifts: list[int]) -> list[tuple[slice, list[slice]]]:
+    """Cut rows where a shift goes round; return each part, and where it comes from by each shift.
+
+    >>> _without_wrap(5, [1, -1])[0]
+    (slice(0, 1, None), [slice(1, 2, None), slice(4, 5, None)])
+    """
+    cuts = sorted({0, n, *(-shift % n for shift in shifts)})
+    parts: list[tuple[slice, list[slice]]] = []
+    for start, stop in pairwise(cuts):
+        starts = [(start + shift) % n for shift in shifts]
+        parts.append((slice(start, stop), [slice(s, s + stop - start) for s in starts]))
+    return parts
 
 
 def _by_columns(product: Callable[[Tensor], Tensor], x_WN: Tensor) -> None:
