@@ -33,7 +33,7 @@ from gossamer.engine.batches import Batches
 from gossamer.errors import UserError
 from gossamer.records import Evaluation, Step
 
-WARMUP = 10
+WARMUP = 16
 """Steps before the first measured one: the simulation chooses how to compute in them."""
 
 

@@ -162,8 +162,8 @@ def test_one_rank_has_no_links() -> None:
 
 def test_pairs_of_many_ranks_are_neighbours_inside_and_across() -> None:
     """All pairs of a few ranks; of many, some of both kinds."""
-    assert len(links._pairs(4, 1)) == 6
-    chosen = links._pairs(64, 8)
+    assert len(links._choose_pairs(4, 1)) == 6
+    chosen = links._choose_pairs(64, 8)
     assert len(chosen) <= 12
     assert {first // 8 == second // 8 for first, second in chosen} == {True, False}
 

@@ -627,6 +627,17 @@ def _eights(worker: int, step: int) -> tuple[Tensor, Tensor]:
     return inputs, torch.randint(8, (3,), generator=generator)
 
 
+@pytest.mark.parametrize("num_workers", [2, 5, 7])
+@pytest.mark.parametrize("text", ["ring", "exponential", "one_peer_exponential"])
+def test_shifted_rows_go_round_any_number_of_workers(text: str, num_workers: int) -> None:
+    """Where shifts meet or cross the end of the rows, mixing is W x all the same."""
+    round = parse(text, num_workers).round(1)
+    x_WN = torch.randn(num_workers, 3, dtype=torch.float64)
+    expected = round.matrix().toarray() @ x_WN.numpy()
+    mix_(x_WN, round)
+    np.testing.assert_allclose(x_WN.numpy(), expected, rtol=0, atol=1e-13)
+
+
 @pytest.mark.parametrize("num_workers", [8, 16, 32])
 @pytest.mark.parametrize("text", ALL_TOPOLOGIES)
 def test_mixing_is_the_matrix_product(text: str, num_workers: int) -> None:

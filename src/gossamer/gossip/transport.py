@@ -128,7 +128,7 @@ class Transport:
                 self._groups[members] = self._open_group(members, "rounds")
         # Gloo asks for a message on the connection on which it then comes. If the asking rank sent
         # data there too, the request would wait behind them while the link from its peer idles: a
-        # ring across two nodes took twice as long. So data go one way only on each connection.
+        # ring across two nodes took twice as long. So messages go one way only on each connection.
         self._upward = self._groups[self._everyone]
         self._downward = self._upward
         if self._on_cpu:

@@ -33,8 +33,9 @@ _SWITCH_QUEUE_BYTES = 16 * 1024 * 1024
 hosts send to one port, and with a short queue they lose packets and wait for timeouts of TCP."""
 
 _MAX_SEGMENT_BYTES = 64 * 1024
-_ACKNOWLEDGEMENT = "match u16 52 0xffff at 2 match u8 0x10 0xff at 33"
-"""TCP without data: 20 + 32 bytes of headers, timestamps included, and of all flags ACK alone."""
+_ACKNOWLEDGEMENT = "match u8 6 0xff at 9 match u16 52 0xffff at 2 match u8 0x10 0xff at 33"
+"""TCP without data: 20 + 32 bytes of headers, timestamps included, and of all flags ACK alone.
+Those after a loss are longer, and wait."""
 
 _TCP = Path("/proc/sys/net/ipv4")
 _SETTINGS = {
@@ -175,7 +176,7 @@ def _shape_host(namespace: str, bits_s: int) -> None:
     """Shape what leaves a host."""
     queue = max(_MIN_HOST_QUEUE_BYTES, int(bits_s / 8 * _HOST_QUEUE_S))
     tbf = f"qdisc add dev {INTERFACE} root tbf rate {bits_s} burst {_burst(bits_s)} limit {queue}"
-    configure("tc", namespace, [tbf], needs="tbf")
+    configure("tc", namespace, [tbf], needs="sch_tbf")
     _bound_segments(namespace, INTERFACE, bits_s)
 
 
@@ -197,7 +198,7 @@ def _shape_port(switch: str, port: str, bits_s: int) -> None:
         f"class add dev {port} parent 1:1 classid 1:3 htb {borrowed} prio 1",
         f"qdisc add dev {port} parent 1:3 bfifo limit {_SWITCH_QUEUE_BYTES}",
     ]
-    configure("tc", switch, classes, needs="htb")
+    configure("tc", switch, classes, needs="sch_htb")
     choice = f"filter add dev {port} parent 1: protocol ip u32 {_ACKNOWLEDGEMENT} flowid 1:2"
     configure("tc", switch, [choice], needs="cls_u32")
     _bound_segments(switch, port, bits_s)
@@ -208,6 +209,6 @@ def _burst(bits_s: int) -> int:
 
 
 def _bound_segments(namespace: str, device: str, bits_s: int) -> None:
-    # A segment larger than the burst would be cut into frames by the shaper, on our processors.
+    # A host's shaper would cut a segment larger than the burst into frames, on our processors.
     segment = min(_MAX_SEGMENT_BYTES, _burst(bits_s) * 3 // 4)
     configure("ip", namespace, [f"link set {device} gso_max_size {segment}"])

@@ -3,8 +3,8 @@
 All ranks make the same calls. Pairs are measured one at a time, in both directions at once, which
 is how gossip exchanges; then all workers of a node with those of the next, which share its link;
 then what links reach while everybody uses them: in pairs, in an all-reduce, and in a ring in which
-each rank receives from two. What is repeated is repeated in turns, and the median counts: whatever
-else takes a second of the machine then does not fall on one link or pattern alone.
+each rank receives from two. Pairs and patterns are repeated in turns, and the median counts:
+whatever else takes a second of the machine then does not fall on one of them alone.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _WINDOW_S = 0.25
 _PINGS = 8
 _REPEATS = 3
 _PATTERN_REPEATS = 5
-"""More, because a link's rate is also the median over pairs, and a pattern is measured once."""
+"""More, because a link's rate is also the median over pairs, and there is one of each pattern."""
 
 _MOST_PAIRS = 12
 
@@ -51,7 +51,7 @@ def measure_network(
         device: where training's tensors live.
     """
     probe = _Probe(process_group, device)
-    pairs = probe.pairs(_pairs(probe.size, workers_per_node))
+    pairs = probe.pairs(_choose_pairs(probe.size, workers_per_node))
     inside = [p.link for p in pairs if _same_node(p, workers_per_node)]
     between = [p.link for p in pairs if not _same_node(p, workers_per_node)]
     apart = _median(between) if between else None
@@ -123,7 +123,7 @@ class _Probe:
             pairs = partial(costs.mix, links, one_peer_ring(self.size).round(0))
             both = partial(costs.mix, links, ring(self.size))
             patterns += [
-                _pattern("pair_efficiency", pairs, self._pairs),
+                _pattern("pair_efficiency", pairs, self._exchange_in_pairs),
                 _pattern("fan_in_efficiency", both, self._ring),
             ]
         took = [
@@ -141,7 +141,7 @@ class _Probe:
         outgoing, incoming, _ = self._tensors(num_bytes)
         self._run([(dist.irecv, incoming, peer), (dist.isend, outgoing, peer)])
 
-    def _pairs(self, num_bytes: int) -> None:
+    def _exchange_in_pairs(self, num_bytes: int) -> None:
         """Exchange with the neighbour that the first round of a one-peer ring gives."""
         peer = self.rank ^ 1
         if peer < self.size:
@@ -241,7 +241,7 @@ def _bytes_for(bits_s: float) -> int:
     return int(np.clip(bits_s / 8 * _WINDOW_S, _PROBE_BYTES, _MOST_BYTES)) // 8 * 8
 
 
-def _pairs(size: int, workers_per_node: int) -> list[tuple[int, int]]:
+def _choose_pairs(size: int, workers_per_node: int) -> list[tuple[int, int]]:
     """Return pairs to measure: all of a few ranks; of many, neighbours inside and across nodes."""
     every = list(combinations(range(size), 2))
     if len(every) <= _MOST_PAIRS:

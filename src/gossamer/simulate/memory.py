@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,8 +21,10 @@ _SMALL_BYTES = 24 << 20
 """What any simulation may take: less would cost time and save nothing that counts."""
 
 _KEPT_BYTES = 256 << 20
+"""What stays with the process."""
+
 _LARGEST_BLOCK_BYTES = 32 << 20
-"""Of those that are kept; glibc takes no more."""
+"""Of those that stay; some versions of glibc take no more."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Of malloc.h."""
@@ -87,6 +90,8 @@ def keep_freed_memory() -> None:
     By default it maps large blocks one by one and gives them back at once, so that pages come and
     go with every chunk, which takes longer than a small model's products.
     """
+    if sys.platform != "linux":
+        return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _LARGEST_BLOCK_BYTES)
