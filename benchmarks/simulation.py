@@ -43,6 +43,9 @@ VOCABULARY, TIME = 64, 16
 WARMUP = 16
 """Steps before the first measured one: the simulation chooses how to compute in them."""
 
+LEAST_SECONDS = 0.25
+"""How long a way runs per round: a short one would be timed in a good or a bad moment."""
+
 PASSES = 9
 """Reads and writes of every worker's parameters, or of as much memory, in a step."""
 
@@ -154,7 +157,7 @@ def measure(name: str, num_workers: int, rounds: int) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(rounds):
         for way, step in ways.items():
-            seconds[way].append(seconds_per_step(step, 1 if way == "loop" else 3))
+            seconds[way].append(seconds_per_step(step))
     sizes = {
         "model": name,
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -210,12 +213,14 @@ def pass_over(numbers: int) -> Callable[[], object]:
     return lambda: memory.mul_(1.0)
 
 
-def seconds_per_step(step: Callable[[], object], steps: int) -> float:
+def seconds_per_step(step: Callable[[], object]) -> float:
     step()  # not timed: caches and freed memory are still those of the way before
     start = time.perf_counter()
-    for _ in range(steps):
+    steps = 0
+    while (elapsed := time.perf_counter() - start) < LEAST_SECONDS:
         step()
-    return (time.perf_counter() - start) / steps
+        steps += 1
+    return elapsed / steps
 
 
 def median_ratio(times: list[float], others: list[float]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,9 +12,15 @@ from torch.utils._pytree import tree_leaves, tree_map
 from gossamer.errors import UserError
 
 
+def each(function: Callable[[Tensor], Tensor], tensors: Any) -> Any:
+    """Return what a function makes of every tensor, in the same structure."""
+    # A walk through a structure of one tensor takes longer than most functions of it.
+    return function(tensors) if isinstance(tensors, Tensor) else tree_map(function, tensors)
+
+
 def check_workers(tensors: Any, what: str, num_workers: int) -> None:
     """Raise unless every tensor has a row per worker."""
-    for leaf in tree_leaves(tensors):
+    for leaf in [tensors] if isinstance(tensors, Tensor) else tree_leaves(tensors):
         shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
         if not isinstance(leaf, Tensor) or not shape or shape[0] != num_workers:
             raise UserError(
@@ -29,4 +36,4 @@ def select(tensors: Any, index: int | slice, dtype: torch.dtype) -> Any:
         chosen = tensor[index]
         return chosen.to(dtype) if chosen.is_floating_point() else chosen
 
-    return tree_map(row, tensors)
+    return each(row, tensors)

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call  # pyright: ignore[reportPrivateImportUsage]
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from gossamer.errors import UserError
+from gossamer.simulate.batches import each
 from gossamer.simulate.kernels import StackedKernels, vmapped
 from gossamer.simulate.memory import Room, keep_freed_memory
 
@@ -275,8 +276,8 @@ class PerWorker:
                 if not self._one_model:
                     parameters = {name: own(p) for name, p in parameters.items()}
                 buffers = {name: own(buffer) for name, buffer in part.buffers.items()}
-                batch = tree_map(own, (part.inputs, part.targets))
-                loss, replaced = self._evaluate(parameters, buffers, *batch)
+                x, y = each(own, part.inputs), each(own, part.targets)
+                loss, replaced = self._evaluate(parameters, buffers, x, y)
                 part.buffers.update({name: stacked(new) for name, new in replaced.items()})
                 return stacked(loss)
 

@@ -17,17 +17,18 @@ from typing import Any, final
 import torch
 from torch import Tensor
 from torch._C._functorch import (
+    CVmapInterpreterPtr,
+    TransformType,
     _add_batch_dim,  # pyright: ignore[reportPrivateUsage]
     _remove_batch_dim,  # pyright: ignore[reportPrivateUsage]
     _unwrap_batched,  # pyright: ignore[reportPrivateUsage]
     _vmap_decrement_nesting,  # pyright: ignore[reportPrivateUsage]
     _vmap_increment_nesting,  # pyright: ignore[reportPrivateUsage]
+    peek_interpreter_stack,
+    pop_dynamic_layer_stack,
+    push_dynamic_layer_stack,
 )
 from torch._functorch.predispatch import lazy_load_decompositions
-from torch._functorch.pyfunctorch import (
-    VmapInterpreter,
-    retrieve_current_functorch_interpreter,
-)
 from torch.autograd import Function
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
@@ -259,15 +260,19 @@ def _below_vmap(kernel: Callable[..., Any], *args: Any, drawn: bool = False) -> 
         args: tensors and others.
         drawn: whether workers' results differ even where all arguments are the same.
     """
-    vmap = retrieve_current_functorch_interpreter()
-    if not isinstance(vmap, VmapInterpreter) or vmap.level() > 1:
+    vmap = peek_interpreter_stack()
+    if vmap.key() != TransformType.Vmap or vmap.level() > 1:
         raise NotImplementedError("there is a transform of torch.func inside of the model")
     level = vmap.level()
     pairs = [_unwrap_batched(a, level) if isinstance(a, Tensor) else (a, None) for a in args]
     dims = [dim for _, dim in pairs]
     own = drawn or any(dim is not None for dim in dims)
-    with vmap.lower():
-        results = kernel(vmap.batch_size() if own else 1, dims, *(value for value, _ in pairs))
+    num_workers = CVmapInterpreterPtr(vmap).batchSize() if own else 1
+    lowered = pop_dynamic_layer_stack()
+    try:
+        results = kernel(num_workers, dims, *(value for value, _ in pairs))
+    finally:
+        push_dynamic_layer_stack(lowered)
 
     def wrap(result: Tensor) -> Tensor:
         return _add_batch_dim(result, 0, level) if own else result[0]
@@ -455,7 +460,7 @@ _tanh_backward: Any = torch.ops.aten.tanh_backward
 
 def _rows(x: Tensor) -> Tensor:
     """Return all but the first and the last dimension as one."""
-    return x.reshape(x.shape[0], -1, x.shape[-1])
+    return x if x.dim() == 3 else x.reshape(x.shape[0], -1, x.shape[-1])
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -477,6 +482,6 @@ def _all_in_front(num_workers: int, dims: Dims, *tensors: Any) -> list[Any]:
 
 
 def _in_front(num_workers: int, dim: int | None, tensor: Any) -> Any:
-    if tensor is None:
-        return None
+    if tensor is None or dim == 0:
+        return tensor
     return tensor.expand(num_workers, *tensor.shape) if dim is None else tensor.movedim(dim, 0)

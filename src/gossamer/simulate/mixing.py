@@ -69,7 +69,7 @@ def _plan(round: Round, dtype: torch.dtype, device: torch.device) -> Plan:
     if shifts == [(0, 1.0)]:  # as between the averages of local SGD
         return _nothing
     if 1 < len(shifts) <= _MOST_SHIFTS:
-        return partial(_by_shifts, shifts)
+        return _by_shifts(round.num_workers, shifts)
     if w.nnz >= _DENSE_SHARE * round.num_workers**2:
         dense = torch.from_numpy(w.toarray()).to(device, dtype)
         return partial(_by_columns, partial(torch.matmul, dense))
@@ -100,7 +100,7 @@ def _nothing(x_WN: Tensor) -> None:
     """Leave every worker what it has."""
 
 
-def _by_shifts(shifts: list[tuple[int, float]], x_WN: Tensor) -> None:
+def _by_shifts(n: int, shifts: list[tuple[int, float]]) -> Plan:
     """Mix rows at the same distances: neighbours' mean goes aside, a worker's own row joins it.
 
     Means of more and more neighbours, as weights add up to 1: fewer passes over memory than
@@ -110,16 +110,20 @@ def _by_shifts(shifts: list[tuple[int, float]], x_WN: Tensor) -> None:
     others = [(shift, weight) for shift, weight in shifts if shift != 0]
     totals = accumulate(weight for _, weight in others)
     shares = [weight / total for (_, weight), total in zip(others, totals, strict=True)]
-    parts = _without_wrap(len(x_WN), [shift for shift, _ in others])
-    for block in _columns(x_WN):
-        mean = torch.empty_like(block)
-        for rows, (first, *rest) in parts:
-            into, sofar = mean[rows], block[first]
-            for share, source in zip(shares[1:], rest, strict=True):
-                sofar = torch.lerp(sofar, block[source], share, out=into)
-            if not rest:
-                into.copy_(sofar)
-        block.lerp_(mean, 1 - own)
+    parts = _without_wrap(n, [shift for shift, _ in others])
+
+    def mix(x_WN: Tensor) -> None:
+        for block in _columns(x_WN):
+            mean = torch.empty_like(block)
+            for rows, (first, *rest) in parts:
+                into, sofar = mean[rows], block[first]
+                for share, source in zip(shares[1:], rest, strict=True):
+                    sofar = torch.lerp(sofar, block[source], share, out=into)
+                if not rest:
+                    into.copy_(sofar)
+            block.lerp_(mean, 1 - own)
+
+    return mix
 
 
 def _without_wrap(n: int, shifts: list[int]) -> list[tuple[slice, list[slice]]]:

@@ -222,7 +222,7 @@ class Simulation:
             leaves = {n: p.detach()[index].requires_grad_() for n, p in self._parameters.items()}
             given = {name: buffer[index] for name, buffer in self._buffers.items()}
             buffers = dict(given)
-            x, y = select((inputs, targets), index, first.dtype)
+            x, y = (select(batch, index, first.dtype) for batch in (inputs, targets))
             into = {n: cast("Tensor", p.grad)[index] for n, p in self._parameters.items()}
             losses = evaluate(Part(leaves, buffers, x, y, into))
             losses_W[index] = losses.detach()

@@ -155,21 +155,23 @@ class Round:
         labels = self._group_labels
         return None if labels is None else np.flatnonzero(labels == labels[worker])
 
-    @property
+    @cached_property
     def messages_sent(self) -> IntArray:
         """Messages each worker sends: one per receiver, or 2(g − 1) to all-reduce in a group of g.
 
         Groups of two exchange one message each way; larger ones all-reduce.
         """
         reduced = self._group_labels is not None
-        return np.where(reduced & (self.out_degrees > 1), 2 * self.out_degrees, self.out_degrees)
+        return _freeze(
+            np.where(reduced & (self.out_degrees > 1), 2 * self.out_degrees, self.out_degrees)
+        )
 
-    @property
+    @cached_property
     def copies_sent(self) -> FloatArray:
         """Model copies each worker sends: one per receiver, or 2(g − 1)/g in a group of g."""
         if self._group_labels is None:
-            return self.out_degrees.astype(np.float64)
-        return 2 * self.out_degrees / (self.out_degrees + 1)
+            return _freeze(self.out_degrees.astype(np.float64))
+        return _freeze(2 * self.out_degrees / (self.out_degrees + 1))
 
     @cached_property
     def digest(self) -> str:
