@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import re
+import socket
+import struct
 import time
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -485,6 +488,43 @@ def test_neighbours_are_received_around_the_circle() -> None:
         return senders
 
     assert run_ranks(4, body) == [[1, 3], [2, 0], [3, 1], [0, 2]]
+
+
+def test_a_connection_carries_parameters_one_way() -> None:
+    """Each TCP connection carries parameters one way only: requests do not wait behind data."""
+    before = tcp_traffic()
+
+    def body(group: ProcessGroup) -> dict[str, tuple[int, int]]:
+        model = nn.Linear(512, 512)
+        optimizer = sgd(model)
+        gossip = decentralize(model, optimizer, "ring", process_group=group, order="atc")
+        optimizer.step()
+        gossip.gather(0)  # all have sent and received
+        traffic = tcp_traffic() if group.rank() == 0 else {}
+        gossip.gather(0)  # nobody closes before that
+        gossip.close()
+        return traffic
+
+    traffic, *_ = run_ranks(4, body)
+    own = [both for end, both in traffic.items() if end not in before]
+    megabyte = 4 * 512 * 512
+    assert sum(received > megabyte for _, received in own) >= 8  # by twos; the first model by three
+    assert max(min(both) for both in own) < megabyte / 10
+
+
+def tcp_traffic() -> dict[str, tuple[int, int]]:
+    """Bytes sent and received at every end of a TCP connection that this process holds."""
+    traffic: dict[str, tuple[int, int]] = {}
+    for link in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # closed meanwhile, or no connection
+            connection = socket.socket(fileno=int(link.name))
+            try:
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 136)
+            finally:
+                connection.detach()  # it is Gloo's
+            # tcpi_bytes_acked and tcpi_bytes_received
+            traffic[str(link.readlink())] = struct.unpack("=QQ", info[120:136])
+    return traffic
 
 
 def test_two_gossips_on_one_group_do_not_meet() -> None:
