@@ -2,13 +2,16 @@
 
     python -m benchmarks.simulation [--model mlp] [--workers 256 --workers 1008] [--rounds 3]
 
-One JSON line per model and number of workers. Three ways to do the same amount of training,
-interleaved in one process, medians over rounds:
+One JSON line per model and number of workers. Three ways to do the same amount of training:
 
 - ``simulation``: gossamer.Simulation, ring, awc; the whole step.
 - ``loop``: a module and an optimizer per worker, one after the other; no mixing.
 - ``batch``: one model on one batch of all workers' samples, which is the limit: the same
   arithmetic on samples, and nothing per worker.
+
+They are interleaved, each for at least a quarter of a second per round. Rounds run in several
+processes, because the same code is faster or slower by a fifth from one process to the next.
+Figures are medians over all rounds; what ends in ``_by_process`` has one of each process.
 
 ``of_loop`` and ``of_batch`` are simulation time over theirs, median of the rounds' ratios.
 ``floor`` is what ``of_batch`` cannot be below where samples cost what they cost in the batch:
@@ -43,8 +46,8 @@ VOCABULARY, TIME = 64, 16
 WARMUP = 16
 """Steps before the first measured one: the simulation chooses how to compute in them."""
 
-LEAST_SECONDS = 0.25
-"""How long a way runs per round: a short one would be timed in a good or a bad moment."""
+LEAST_S = 0.25
+"""How long at least a way runs per round: less would be timed in a good or a bad moment."""
 
 PASSES = 9
 """Reads and writes of every worker's parameters, or of as much memory, in a step."""
@@ -124,23 +127,67 @@ def make_optimizer(parameters: Any) -> SGD:
 def main(
     model: Annotated[list[str] | None, typer.Option(help="Only this; repeatable.")] = None,
     workers: Annotated[list[int], typer.Option()] = [16, 64, 256, 1008],  # noqa: B006
-    rounds: Annotated[int, typer.Option(help="Each runs every way for some steps.")] = 5,
-    memory_of: Annotated[str, typer.Option(hidden=True)] = "",
+    rounds: Annotated[int, typer.Option(help="Of every way, in each process.")] = 2,
+    processes: Annotated[int, typer.Option(help="To repeat the rounds in.")] = 3,
+    part: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
     """Print one JSON line per model and number of workers."""
-    if memory_of:
-        print(json.dumps(peak_memory(WORKLOADS[memory_of], workers[0])))
-        return
     for name in model or WORKLOADS:
         for num_workers in workers:
-            line = measure(name, num_workers, rounds) | memory_in_own_process(name, num_workers)
+            if part == "seconds":
+                line = seconds_of_ways(WORKLOADS[name], num_workers, rounds)
+            elif part == "memory":
+                line = peak_memory(WORKLOADS[name], num_workers)
+            else:
+                line = measure(name, num_workers, rounds, processes)
             print(json.dumps(line), flush=True)
 
 
-def measure(name: str, num_workers: int, rounds: int) -> dict[str, Any]:
-    """Return the throughput of the three ways and their ratios."""
+def measure(name: str, num_workers: int, rounds: int, processes: int) -> dict[str, Any]:
+    """Return the throughput of the three ways, their ratios, and the simulation's memory."""
+    options = ["--model", name, "--workers", str(num_workers), "--rounds", str(rounds)]
+    runs = [in_own_process("seconds", options) for _ in range(processes)]
+    memory = [in_own_process("memory", options) for _ in range(processes)]
+    by_process = [run["seconds"] for run in runs]
+    seconds = {way: [s for one in by_process for s in one[way]] for way in by_process[0]}
+    sizes = {
+        "model": name,
+        "parameters": sum(p.numel() for p in WORKLOADS[name].build().parameters()),
+        "batch": WORKLOADS[name].batch,
+        "workers": num_workers,
+        "threads": runs[0]["threads"],
+    }
+    speed = {
+        f"{way}_worker_steps_per_s": round(num_workers / statistics.median(seconds[way]))
+        for way in ("simulation", "loop", "batch")
+    }
+    ratios = {
+        "of_loop": median_ratio(seconds, "simulation", "loop"),
+        "of_batch": median_ratio(seconds, "simulation", "batch"),
+        "of_batch_by_process": [median_ratio(one, "simulation", "batch") for one in by_process],
+        "floor": round(1 + PASSES / 2 * median_ratio(seconds, "passes", "batch"), 3),
+    }
+    peaks = [run["peak_mb"] for run in memory]
+    return {
+        **sizes,
+        **speed,
+        **ratios,
+        "chunk_by_process": [run["chunk"] for run in runs],
+        "peak_mb": statistics.median(peaks),
+        "peak_mb_by_process": peaks,
+        "budget_mb": memory[0]["budget_mb"],
+    }
+
+
+def in_own_process(part: str, options: list[str]) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.simulation", "--part", part, *options]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(output.stdout)
+
+
+def seconds_of_ways(workload: Workload, num_workers: int, rounds: int) -> dict[str, Any]:
+    """Return seconds per step of each way in each round, and what the simulation chose."""
     torch.manual_seed(0)
-    workload = WORKLOADS[name]
     model = workload.build()
     inputs, targets = workload.sample(num_workers, workload.batch)
     sim = make_simulation(model, num_workers)
@@ -152,29 +199,12 @@ def measure(name: str, num_workers: int, rounds: int) -> dict[str, Any]:
     }
     for _ in range(WARMUP):
         ways["simulation"]()
-    for way in ways.values():
-        way()
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(rounds):
         for way, step in ways.items():
             seconds[way].append(seconds_per_step(step))
-    sizes = {
-        "model": name,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "batch": workload.batch,
-        "workers": num_workers,
-        "threads": torch.get_num_threads(),
-    }
-    speed = {
-        f"{way}_worker_steps_per_s": round(num_workers / statistics.median(seconds[way]))
-        for way in ("simulation", "loop", "batch")
-    }
-    ratios = {
-        f"of_{way}": round(median_ratio(seconds["simulation"], seconds[way]), 3)
-        for way in ("loop", "batch")
-    }
-    passes = PASSES / 2 * median_ratio(seconds["passes"], seconds["batch"])
-    return sizes | speed | ratios | {"floor": round(1 + passes, 3)} | sim.state_dict()["gradients"]
+    chunk = sim.state_dict()["gradients"]["chunk"]
+    return {"seconds": seconds, "chunk": chunk, "threads": torch.get_num_threads()}
 
 
 def make_simulation(model: nn.Module, num_workers: int) -> Simulation:
@@ -217,21 +247,15 @@ def seconds_per_step(step: Callable[[], object]) -> float:
     step()  # not timed: caches and freed memory are still those of the way before
     start = time.perf_counter()
     steps = 0
-    while (elapsed := time.perf_counter() - start) < LEAST_SECONDS:
+    while (elapsed := time.perf_counter() - start) < LEAST_S:
         step()
         steps += 1
     return elapsed / steps
 
 
-def median_ratio(times: list[float], others: list[float]) -> float:
-    return statistics.median(a / b for a, b in zip(times, others, strict=True))
-
-
-def memory_in_own_process(name: str, num_workers: int) -> dict[str, float]:
-    command = [sys.executable, "-m", "benchmarks.simulation"]
-    options = ["--memory-of", name, "--workers", str(num_workers)]
-    output = subprocess.run([*command, *options], check=True, capture_output=True, text=True)
-    return json.loads(output.stdout)
+def median_ratio(seconds: dict[str, list[float]], way: str, other: str) -> float:
+    pairs = zip(seconds[way], seconds[other], strict=True)
+    return round(statistics.median(a / b for a, b in pairs), 3)
 
 
 def peak_memory(workload: Workload, num_workers: int) -> dict[str, float]:

@@ -23,7 +23,7 @@ SMALL = {
     "consensus": "--workers 4 --seeds 1 --epochs 1",
     "records": "--workers 4 --intervals 1 --steps 5 --rounds 1",
     "runtime_model.paper": "simulation --trials 5",
-    "simulation": "--model mlp --workers 4 --memory-of mlp",
+    "simulation": "--model mlp --workers 4 --rounds 1 --part seconds",
     "sketch": "--steps 5 --seeds 1 --parameters 20000 --repeats 1",
     "step": "--workers 2 --params 2e4 --steps 2 --rounds 1 --method local --method ddp",
     "topology": "--workers 8 --repeats 1",

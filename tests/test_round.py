@@ -72,9 +72,11 @@ def test_a_round_cannot_be_changed() -> None:
     round = Round(given)
     given.data[0] = 7.0
     assert round.matrix().toarray().tolist() == DIRECTED
-    for array in (round.matrix().data, round.in_degrees, round.out_degrees):
-        with pytest.raises(ValueError, match="read-only"):
-            array[0] = 7
+    for one in (round, complete(3)):
+        arrays = (one.in_degrees, one.out_degrees, one.copies_sent, one.messages_sent)
+        for array in (one.matrix().data, *arrays):
+            with pytest.raises(ValueError, match="read-only"):
+                array[0] = 7
     handed_out = round.matrix()
     handed_out.data = handed_out.data * 7
     assert round.neighbours(0).self_weight == 0.5

@@ -11,16 +11,22 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from gossamer.errors import UserError
 
+# Torch's walk through a structure takes longer than most functions of one tensor: most batches
+# are one, and spare it.
+
 
 def each(function: Callable[[Tensor], Tensor], tensors: Any) -> Any:
     """Return what a function makes of every tensor, in the same structure."""
-    # A walk through a structure of one tensor takes longer than most functions of it.
     return function(tensors) if isinstance(tensors, Tensor) else tree_map(function, tensors)
+
+
+def _leaves(tensors: Any) -> list[Any]:
+    return [tensors] if isinstance(tensors, Tensor) else tree_leaves(tensors)
 
 
 def check_workers(tensors: Any, what: str, num_workers: int) -> None:
     """Raise unless every tensor has a row per worker."""
-    for leaf in [tensors] if isinstance(tensors, Tensor) else tree_leaves(tensors):
+    for leaf in _leaves(tensors):
         shape = tuple(leaf.shape) if isinstance(leaf, Tensor) else type(leaf).__name__
         if not isinstance(leaf, Tensor) or not shape or shape[0] != num_workers:
             raise UserError(

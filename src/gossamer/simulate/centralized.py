@@ -105,7 +105,7 @@ class Centralized:
         start = {name: buffer.clone() for name, buffer in self._buffers.items()}
 
         def backward(index: int | slice, evaluate: Evaluate) -> None:
-            x, y = select((inputs, targets), index, first.dtype)
+            x, y = select(inputs, index, first.dtype), select(targets, index, first.dtype)
             rows = losses_W[index].shape
             buffers = {
                 name: buffer.expand((*rows, *buffer.shape)).clone()

@@ -24,6 +24,7 @@ from torch._C._functorch import (
     _unwrap_batched,  # pyright: ignore[reportPrivateUsage]
     _vmap_decrement_nesting,  # pyright: ignore[reportPrivateUsage]
     _vmap_increment_nesting,  # pyright: ignore[reportPrivateUsage]
+    maybe_current_level,
     peek_interpreter_stack,
     pop_dynamic_layer_stack,
     push_dynamic_layer_stack,
@@ -260,19 +261,18 @@ def _below_vmap(kernel: Callable[..., Any], *args: Any, drawn: bool = False) -> 
         args: tensors and others.
         drawn: whether workers' results differ even where all arguments are the same.
     """
-    vmap = peek_interpreter_stack()
-    if vmap.key() != TransformType.Vmap or vmap.level() > 1:
+    vmap, level = peek_interpreter_stack(), maybe_current_level()
+    if level != 1 or vmap.key() != TransformType.Vmap:
         raise NotImplementedError("there is a transform of torch.func inside of the model")
-    level = vmap.level()
     pairs = [_unwrap_batched(a, level) if isinstance(a, Tensor) else (a, None) for a in args]
     dims = [dim for _, dim in pairs]
     own = drawn or any(dim is not None for dim in dims)
     num_workers = CVmapInterpreterPtr(vmap).batchSize() if own else 1
-    lowered = pop_dynamic_layer_stack()
+    layer = pop_dynamic_layer_stack()  # as torch's VmapInterpreter.lower(), without its wrappers
     try:
         results = kernel(num_workers, dims, *(value for value, _ in pairs))
     finally:
-        push_dynamic_layer_stack(lowered)
+        push_dynamic_layer_stack(layer)
 
     def wrap(result: Tensor) -> Tensor:
         return _add_batch_dim(result, 0, level) if own else result[0]

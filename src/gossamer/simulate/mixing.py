@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -36,6 +37,9 @@ _PLANS_KEPT = 64
 
 Plan = Callable[[Tensor], None]
 """Mixes x_WN in place."""
+
+_RowsFrom: TypeAlias = tuple[slice, list[slice]]
+"""Some rows, and the rows that mix into them, by shift."""
 
 
 @torch.no_grad()
@@ -69,7 +73,7 @@ def _plan(round: Round, dtype: torch.dtype, device: torch.device) -> Plan:
     if shifts == [(0, 1.0)]:  # as between the averages of local SGD
         return _nothing
     if 1 < len(shifts) <= _MOST_SHIFTS:
-        return _by_shifts(round.num_workers, shifts)
+        return partial(_by_shifts, *_parts(round.num_workers, shifts))
     if w.nnz >= _DENSE_SHARE * round.num_workers**2:
         dense = torch.from_numpy(w.toarray()).to(device, dtype)
         return partial(_by_columns, partial(torch.matmul, dense))
@@ -100,40 +104,48 @@ def _nothing(x_WN: Tensor) -> None:
     """Leave every worker what it has."""
 
 
-def _by_shifts(n: int, shifts: list[tuple[int, float]]) -> Plan:
+def _by_shifts(own: float, shares: list[float], parts: list[_RowsFrom], x_WN: Tensor) -> None:
     """Mix rows at the same distances: neighbours' mean goes aside, a worker's own row joins it.
 
     Means of more and more neighbours, as weights add up to 1: fewer passes over memory than
     products and sums.
+
+    Args:
+        own: the weight of a worker's own row.
+        shares: of each neighbour in the mean of it and those before it.
+        parts: rows, and where they come from by each shift.
+        x_WN: mixed in place.
     """
+    for block in _columns(x_WN):
+        mean = torch.empty_like(block)
+        for rows, (first, *rest) in parts:
+            into, sofar = mean[rows], block[first]
+            for share, source in zip(shares[1:], rest, strict=True):
+                sofar = torch.lerp(sofar, block[source], share, out=into)
+            if not rest:
+                into.copy_(sofar)
+        block.lerp_(mean, 1 - own)
+
+
+def _parts(
+    num_workers: int, shifts: list[tuple[int, float]]
+) -> tuple[float, list[float], list[_RowsFrom]]:
+    """Return what ``_by_shifts`` needs to know of shifts and their weights."""
     own = sum(weight for shift, weight in shifts if shift == 0)
     others = [(shift, weight) for shift, weight in shifts if shift != 0]
     totals = accumulate(weight for _, weight in others)
     shares = [weight / total for (_, weight), total in zip(others, totals, strict=True)]
-    parts = _without_wrap(n, [shift for shift, _ in others])
-
-    def mix(x_WN: Tensor) -> None:
-        for block in _columns(x_WN):
-            mean = torch.empty_like(block)
-            for rows, (first, *rest) in parts:
-                into, sofar = mean[rows], block[first]
-                for share, source in zip(shares[1:], rest, strict=True):
-                    sofar = torch.lerp(sofar, block[source], share, out=into)
-                if not rest:
-                    into.copy_(sofar)
-            block.lerp_(mean, 1 - own)
-
-    return mix
+    return own, shares, _without_wrap(num_workers, [shift for shift, _ in others])
 
 
-def _without_wrap(n: int, shifts: list[int]) -> list[tuple[slice, list[slice]]]:
+def _without_wrap(n: int, shifts: list[int]) -> list[_RowsFrom]:
     """Cut rows where a shift goes round; return each part, and where it comes from by each shift.
 
     >>> _without_wrap(5, [1, -1])[0]
     (slice(0, 1, None), [slice(1, 2, None), slice(4, 5, None)])
     """
     cuts = sorted({0, n, *(-shift % n for shift in shifts)})
-    parts: list[tuple[slice, list[slice]]] = []
+    parts: list[_RowsFrom] = []
     for start, stop in pairwise(cuts):
         starts = [(start + shift) % n for shift in shifts]
         parts.append((slice(start, stop), [slice(s, s + stop - start) for s in starts]))

@@ -222,12 +222,12 @@ class Simulation:
             leaves = {n: p.detach()[index].requires_grad_() for n, p in self._parameters.items()}
             given = {name: buffer[index] for name, buffer in self._buffers.items()}
             buffers = dict(given)
-            x, y = (select(batch, index, first.dtype) for batch in (inputs, targets))
+            x, y = select(inputs, index, first.dtype), select(targets, index, first.dtype)
             into = {n: cast("Tensor", p.grad)[index] for n, p in self._parameters.items()}
             losses = evaluate(Part(leaves, buffers, x, y, into))
             losses_W[index] = losses.detach()
             grads: Any = torch.autograd.grad(
-                losses.sum(), tuple(leaves.values()), allow_unused=True
+                losses, tuple(leaves.values()), torch.ones_like(losses), allow_unused=True
             )
             for name, grad in zip(leaves, grads, strict=True):
                 if grad is None:  # some other worker may have used it
