@@ -73,7 +73,7 @@ def _plan(round: Round, dtype: torch.dtype, device: torch.device) -> Plan:
     if shifts == [(0, 1.0)]:  # as between the averages of local SGD
         return _nothing
     if 1 < len(shifts) <= _MOST_SHIFTS:
-        return partial(_by_shifts, *_parts(round.num_workers, shifts))
+        return _shift_plan(round.num_workers, shifts)
     if w.nnz >= _DENSE_SHARE * round.num_workers**2:
         dense = torch.from_numpy(w.toarray()).to(device, dtype)
         return partial(_by_columns, partial(torch.matmul, dense))
@@ -112,7 +112,7 @@ def _by_shifts(own: float, shares: list[float], parts: list[_RowsFrom], x_WN: Te
 
     Args:
         own: the weight of a worker's own row.
-        shares: of each neighbour in the mean of it and those before it.
+        shares: of each neighbour but the first, in the mean of it and those before it.
         parts: rows, and where they come from by each shift.
         x_WN: mixed in place.
     """
@@ -120,22 +120,20 @@ def _by_shifts(own: float, shares: list[float], parts: list[_RowsFrom], x_WN: Te
         mean = torch.empty_like(block)
         for rows, (first, *rest) in parts:
             into, sofar = mean[rows], block[first]
-            for share, source in zip(shares[1:], rest, strict=True):
+            for share, source in zip(shares, rest, strict=True):
                 sofar = torch.lerp(sofar, block[source], share, out=into)
             if not rest:
                 into.copy_(sofar)
         block.lerp_(mean, 1 - own)
 
 
-def _parts(
-    num_workers: int, shifts: list[tuple[int, float]]
-) -> tuple[float, list[float], list[_RowsFrom]]:
-    """Return what ``_by_shifts`` needs to know of shifts and their weights."""
+def _shift_plan(num_workers: int, shifts: list[tuple[int, float]]) -> Plan:
     own = sum(weight for shift, weight in shifts if shift == 0)
     others = [(shift, weight) for shift, weight in shifts if shift != 0]
     totals = accumulate(weight for _, weight in others)
     shares = [weight / total for (_, weight), total in zip(others, totals, strict=True)]
-    return own, shares, _without_wrap(num_workers, [shift for shift, _ in others])
+    parts = _without_wrap(num_workers, [shift for shift, _ in others])
+    return partial(_by_shifts, own, shares[1:], parts)
 
 
 def _without_wrap(n: int, shifts: list[int]) -> list[_RowsFrom]:
