@@ -126,12 +126,16 @@ def make_optimizer(parameters: Any) -> SGD:
 
 def main(
     model: Annotated[list[str] | None, typer.Option(help="Only this; repeatable.")] = None,
-    workers: Annotated[list[int], typer.Option()] = [16, 64, 256, 1008],  # noqa: B006
-    rounds: Annotated[int, typer.Option(help="Of every way, in each process.")] = 2,
-    processes: Annotated[int, typer.Option(help="To repeat the rounds in.")] = 3,
+    workers: Annotated[list[int], typer.Option(min=1)] = [16, 64, 256, 1008],  # noqa: B006
+    rounds: Annotated[int, typer.Option(min=1, help="Of every way, in each process.")] = 2,
+    processes: Annotated[int, typer.Option(min=1, help="To repeat the rounds in.")] = 3,
     part: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
     """Print one JSON line per model and number of workers."""
+    for name in model or ():
+        if name not in WORKLOADS:
+            required = f"must be one of {', '.join(WORKLOADS)}, got {name!r}"
+            raise typer.BadParameter(required, param_hint="--model")
     for name in model or WORKLOADS:
         for num_workers in workers:
             if part == "seconds":

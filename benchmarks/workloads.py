@@ -27,14 +27,12 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from benchmarks.simulation import WARMUP
 from gossamer import Simulation, workloads
 from gossamer.engine import RunSpec, run
 from gossamer.engine.batches import Batches
 from gossamer.errors import UserError
 from gossamer.records import Evaluation, Step
-
-WARMUP = 16
-"""Steps before the first measured one: the simulation chooses how to compute in them."""
 
 
 def main(

@@ -18,12 +18,12 @@ from tests.page_commands import own_app
 # Jobs of several processes that each import torch: a loaded machine takes its time.
 pytestmark = pytest.mark.timeout(150)
 
-# The smallest sizes that each takes; of simulation the part that other processes do.
+# The smallest sizes that each takes.
 SMALL = {
     "consensus": "--workers 4 --seeds 1 --epochs 1",
     "records": "--workers 4 --intervals 1 --steps 5 --rounds 1",
     "runtime_model.paper": "simulation --trials 5",
-    "simulation": "--model mlp --workers 4 --rounds 1 --part seconds",
+    "simulation": "--model mlp --workers 4 --rounds 1 --processes 1",
     "sketch": "--steps 5 --seeds 1 --parameters 20000 --repeats 1",
     "step": "--workers 2 --params 2e4 --steps 2 --rounds 1 --method local --method ddp",
     "topology": "--workers 8 --repeats 1",
