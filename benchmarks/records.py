@@ -1,25 +1,43 @@
 """What records cost: `python -m benchmarks.records`.
 
-Runs that record norms and sketches at several intervals, and one that does so in its last step
-alone, take turns. One JSON line per number of workers and interval: how much longer a training step
-takes, as a median. Set OMP_NUM_THREADS=1, as a runner does for each of its runs.
+Runs that record norms and sketches at several intervals, the same that also keep every norm in a
+file, and one that records its last step alone, take turns. One JSON line per number of workers and
+interval: how much more a training step takes, what keeping norms adds to a record, and what it
+takes to make the parquet file at the end, without importing polars. Medians of CPU time. Set
+OMP_NUM_THREADS=1, as a runner does for each of its runs.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
+import tempfile
 import time
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, NamedTuple
 
 import torch
 import typer
 
+from gossamer.bench.norms import NormsPart
 from gossamer.engine import RunSpec, run
+from gossamer.records import Norms
+
+_NORMS_MB = 50.0
 
 
-def seconds(workload: str, workers: int, steps: int, log_every: int) -> float:
-    """Return how long a run takes, without its evaluation."""
+class Spent(NamedTuple):
+    """CPU seconds."""
+
+    training: float
+    """And records, to the last step."""
+
+    finishing: float
+    """The parquet file."""
+
+
+def spent(workload: str, workers: int, steps: int, log_every: int, *, keep: bool) -> Spent:
+    """Return what a run takes, without its evaluation; its norms are kept, or not."""
     spec = RunSpec(
         workload=workload,
         workers=workers,
@@ -30,12 +48,18 @@ def seconds(workload: str, workers: int, steps: int, log_every: int) -> float:
         log_every=log_every,
         evaluate_replicas=0,
     )
-    records = run(spec)
+    records = run(spec, norms_mb=_NORMS_MB if keep else 0)
     next(records)  # built, and the data read
-    began = time.perf_counter()
-    for record in records:
-        if record.kind == "step" and record.step == steps:
-            return time.perf_counter() - began
+    with tempfile.TemporaryDirectory() as folder:
+        part = NormsPart(Path(folder) / "norms.part")
+        began = time.process_time()
+        for record in records:
+            if isinstance(record, Norms):
+                part.write(record)
+            elif record.kind == "step" and record.step == steps:
+                trained = time.process_time()
+                part.finish(Path(folder) / "norms.parquet")
+                return Spent(trained - began, time.process_time() - trained)
     raise AssertionError("a run has a record of its last step")
 
 
@@ -49,20 +73,29 @@ def main(
     """Measure what it costs to record."""
     torch.set_num_threads(1)
     for count in map(int, workers.split(",")):
-        every = [steps, *map(int, intervals.split(","))]
-        times: dict[int, list[float]] = {interval: [] for interval in every}
+        every = [int(interval) for interval in intervals.split(",")]
+        kinds = [
+            (steps, False),
+            *((interval, keep) for interval in every for keep in (False, True)),
+        ]
+        times: dict[tuple[int, bool], list[Spent]] = {kind: [] for kind in kinds}
         for _ in range(rounds):
-            for interval in every:
-                times[interval].append(seconds(workload, count, steps, interval))
-        plain = times.pop(steps)
-        for interval, taken in times.items():
-            ratio = statistics.median(a / b for a, b in zip(taken, plain, strict=True))
+            for interval, keep in kinds:
+                times[interval, keep].append(spent(workload, count, steps, interval, keep=keep))
+        plain = [taken.training for taken in times[steps, False]]
+        for interval in every:
+            without = [taken.training for taken in times[interval, False]]
+            kept = times[interval, True]
+            ratio = statistics.median(a / b for a, b in zip(without, plain, strict=True))
+            more = statistics.median(a.training - b for a, b in zip(kept, without, strict=True))
             row = {
                 "workload": workload,
                 "workers": count,
                 "log_every": interval,
                 "ms_per_step": 1e3 * statistics.median(plain) / steps,
                 "cost_percent": 100 * (ratio - 1),
+                "norms_ms_per_record": 1e3 * more / (steps // interval),
+                "parquet_ms": 1e3 * statistics.median(taken.finishing for taken in kept),
             }
             print(json.dumps(row), flush=True)
 

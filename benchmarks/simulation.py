@@ -41,10 +41,11 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from gossamer import Simulation
+from tests.tasks import Tokens
 
 VOCABULARY, TIME = 64, 16
 WARMUP = 16
-"""Steps before the first measured one: the simulation chooses how to compute in them."""
+"""Steps before the first measured one: caches and freed memory settle in them."""
 
 LEAST_S = 0.25
 """How long at least a way runs per round: less would be timed in a good or a bad moment."""
@@ -60,22 +61,6 @@ class Workload(NamedTuple):
     batch: int
     sample: Callable[[int, int], tuple[Tensor, Tensor]]
     """From workers and batch size: inputs and targets, workers first."""
-
-
-class Tokens(nn.Module):
-    """An embedding, something that maps sequences to sequences, and a linear layer."""
-
-    def __init__(self, width: int, body: nn.Module, outputs: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, width)
-        self.body = body
-        self.head = nn.Linear(outputs, VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return logits of the token after the last."""
-        states = self.body(self.embedding(tokens))
-        states = states[0] if isinstance(states, tuple) else states
-        return self.head(states[:, -1])
 
 
 def mlp() -> nn.Module:
@@ -94,12 +79,12 @@ def convnet() -> nn.Module:
 
 
 def lstm() -> nn.Module:
-    return Tokens(32, nn.LSTM(32, 64, batch_first=True), 64)
+    return Tokens(32, nn.LSTM(32, 64, batch_first=True), outputs=64, vocabulary=VOCABULARY)
 
 
 def transformer() -> nn.Module:
     layers = [nn.TransformerEncoderLayer(32, 2, 64, dropout=0, batch_first=True) for _ in range(2)]
-    return Tokens(32, nn.Sequential(*layers), 32)
+    return Tokens(32, nn.Sequential(*layers), vocabulary=VOCABULARY)
 
 
 def images(workers: int, batch: int) -> tuple[Tensor, Tensor]:

@@ -247,10 +247,10 @@ def cost(parameters: int, repeats: int) -> dict[str, float]:
 def decision() -> Callable[[], object]:
     """One decision of the controller that repeats most in Kong et al.'s table: about 12 rounds."""
     controller = bind(Constant(c=0.25), static(ring(32)), "atc")
-    state, rng = controller.start, np.random.default_rng(0)
+    state, rng = controller.start(0), np.random.default_rng(0)
     x_nm = np.zeros((32, SIZE))
     seen = Observation(step=0, lr=1.0)
-    for step in range(state.calibrates_until + 50):
+    for step in range(250):  # the longest calibration takes 200
         x_nm = x_nm + rng.standard_normal(x_nm.shape)
         seen = Observation(step=step, lr=1.0, sketches=x_nm)
         chosen, state = controller.decide(seen, state)

@@ -70,6 +70,15 @@ if dist.get_rank() == 0:
     write(Path("results/digits"), [story_of(spec_of("D_ring"), 0.9)])
 dist.barrier()
 """,
+    "store.norms(": """
+from gossamer.bench import Store
+from gossamer.bench.recording import record_run
+from gossamer.engine import run
+from tests.stories import spec_of
+store, run_id = Store(Path(f"norms-{dist.get_rank()}")), spec_of("D_ring").id
+with store.locked(""):
+    record_run(store, run_id, lambda: run(spec_of("D_ring"), norms_mb=1), print)
+""",
 }
 
 FRESH = """

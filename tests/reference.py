@@ -60,21 +60,43 @@ def loss_of(model: nn.Module, worker: int, step: int) -> Tensor:
 def train(
     schedule: Schedule, order: str, make_optimizer: MakeOptimizer, num_steps: int
 ) -> list[Tensor]:
-    """Return each worker's parameters, as one vector, after training all workers in turn."""
-    models = [make_model() for _ in range(schedule.num_workers)]
+    """Return each worker's parameters, as one vector, after training `make_model`."""
+    models = train_models(make_model, loss_of, schedule, order, make_optimizer, num_steps)
+    return [vector_of(model) for model in models]
+
+
+def train_models(
+    make: Callable[[], nn.Module],
+    loss: Callable[[nn.Module, int, int], Tensor],
+    schedule: Schedule,
+    order: str,
+    make_optimizer: MakeOptimizer,
+    num_steps: int,
+) -> list[nn.Module]:
+    """Return each worker's model, after training all workers in turn.
+
+    Args:
+        make: returns a worker's model before the first step.
+        loss: of a model, for a worker and a step.
+        schedule: the round of every step.
+        order: when a step mixes.
+        make_optimizer: returns a worker's optimizer.
+        num_steps: of training.
+    """
+    models = [make() for _ in range(schedule.num_workers)]
     optimizers = [make_optimizer(model.parameters()) for model in models]
     for step in range(num_steps):
         weights = torch.from_numpy(schedule.round(step).matrix().toarray())
         for worker, model in enumerate(models):
             model.zero_grad()
-            loss_of(model, worker, step).backward()
+            loss(model, worker, step).backward()
         if order == "awc":
             mix_(models, weights)
         for optimizer in optimizers:
             optimizer.step()
         if order == "atc":
             mix_(models, weights)
-    return [vector_of(model) for model in models]
+    return models
 
 
 @torch.no_grad()

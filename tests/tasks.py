@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.topology import Schedule
-from tests.reference import MakeOptimizer, fill_, mix_
+from tests.reference import MakeOptimizer, fill_, train_models
 
 VOCABULARY, TIME, BATCH = 7, 3, 3
 
@@ -32,15 +32,27 @@ class Task(NamedTuple):
         fill_(model)
         return model
 
+    def loss_of(self, model: nn.Module, worker: int, step: int) -> Tensor:
+        """Return the loss of a worker's model on its batch of a step."""
+        inputs, targets = self.batch(worker, step)
+        return self.loss(model(inputs), targets)
+
 
 class Tokens(nn.Module):
     """An embedding, something that maps sequences to sequences, and a linear layer."""
 
-    def __init__(self, width: int, body: nn.Module) -> None:
+    def __init__(
+        self,
+        width: int,
+        body: nn.Module,
+        *,
+        outputs: int | None = None,
+        vocabulary: int = VOCABULARY,
+    ) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, width)
+        self.embedding = nn.Embedding(vocabulary, width)
         self.body = body
-        self.head = nn.Linear(width, VOCABULARY)
+        self.head = nn.Linear(outputs or width, vocabulary)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits of the token after the last."""
@@ -103,18 +115,4 @@ def train(
     task: Task, schedule: Schedule, order: str, make_optimizer: MakeOptimizer, num_steps: int
 ) -> list[nn.Module]:
     """Return each worker's model, after training all workers in turn."""
-    models = [task.make() for _ in range(schedule.num_workers)]
-    optimizers = [make_optimizer(model.parameters()) for model in models]
-    for step in range(num_steps):
-        weights = torch.from_numpy(schedule.round(step).matrix().toarray())
-        for worker, model in enumerate(models):
-            model.zero_grad()
-            inputs, targets = task.batch(worker, step)
-            task.loss(model(inputs), targets).backward()
-        if order == "awc":
-            mix_(models, weights)
-        for optimizer in optimizers:
-            optimizer.step()
-        if order == "atc":
-            mix_(models, weights)
-    return models
+    return train_models(task.make, task.loss_of, schedule, order, make_optimizer, num_steps)

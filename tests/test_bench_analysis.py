@@ -15,6 +15,7 @@ from gossamer.bench.analysis import MEASURES, PHASES, analyse, statistics
 from gossamer.bench.analysis.statistics import crossings, fit, interval, spearman
 from gossamer.bench.analysis.tabulate import tabulate
 from gossamer.bench.store import Story
+from gossamer.records import Evaluation, Started
 from gossamer.workloads import Workload
 from tests.stories import NUM_STEPS, spec_of, story_of
 
@@ -140,6 +141,38 @@ def test_a_run_is_one_row_with_its_result() -> None:
     assert len(measured.steps) == NUM_STEPS / 5
     assert len(measured.evaluations) == NUM_STEPS / 10
     assert len(measured.dispersion) == NUM_STEPS / 5 * 2
+
+
+def test_a_part_of_the_samples_is_not_compared_with_all() -> None:
+    """Final and best are on all test samples; the target may be reached, and the lead change, on
+    the part that evaluations on the way are on. A run of before there were parts is the same run.
+    """
+    cheap = on_a_part(story_of(spec_of("D_ring"), lambda step: 0.1 if step == 60 else step / 50))
+    dear = on_a_part(story_of(spec_of("D_torus"), lambda step: step / 100, step_bytes=2e3))
+    found = analyse([cheap, dear])
+    row = found.runs.row(0, named=True)
+    assert (row["final"], row["best"], row["target_step"]) == (0.1, 0.1, 50)
+    assert found.evaluations["samples"].to_list()[:6] == [100] * 5 + [None]
+    # On the part the ring is ahead to the end: that it has 0.1 on all samples is no crossing.
+    assert found.crossovers.is_empty()
+    started = cheap.records[0]
+    assert isinstance(started, Started)
+    before = {name: value for name, value in started.spec.items() if name != "evaluate_samples"}
+    old = Story("old", [started.model_copy(update={"spec": before}), *cheap.records[1:]])
+    assert set(tabulate([old, cheap]).runs["method"]) == {"D_ring"}
+
+
+def on_a_part(story: Story) -> Story:
+    """Return the run with evaluations on 100 samples, and on all of them at the end."""
+    return Story(
+        story.run_id,
+        [
+            record.model_copy(update={"samples": 100})
+            if isinstance(record, Evaluation) and record.step < NUM_STEPS
+            else record
+            for record in story.records
+        ],
+    )
 
 
 def test_the_lower_metric_wins_where_lower_is_better(perplexity: None) -> None:

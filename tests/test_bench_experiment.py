@@ -15,7 +15,7 @@ from gossamer.bench.methods import fields_of
 from gossamer.engine import RunSpec
 from gossamer.errors import UserError
 from gossamer.runtime_model import model
-from gossamer.runtime_model.model import Method, Prediction, Trials
+from gossamer.runtime_model.model import Prediction, TimedMethod, Trials
 from gossamer.runtime_model.profile import Bucket, Link, Network, Profile, write_profile
 
 SMALL = """
@@ -142,9 +142,9 @@ def test_runs_that_differ_in_seed_share_a_prediction(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The runtime model is asked once for each method and scale, and all seeds get its answer."""
-    asked: list[Method] = []
+    asked: list[TimedMethod] = []
 
-    def predict(method: Method, trials: Trials) -> Prediction:
+    def predict(method: TimedMethod, trials: Trials) -> Prediction:
         asked.append(method)
         return model.predict(method, trials)
 
@@ -193,7 +193,7 @@ def test_learning_rates_follow_the_averaging_neighbourhood() -> None:
         (SMALL + "axes = { epoch = [1, 2] }", "did you mean 'epochs'"),
         (
             SMALL.replace('"D_ring"', '"D_rign"'),
-            "there is no method 'D_rign'; did you mean 'D_ring'",
+            "unknown method 'D_rign' .did you mean 'D_ring'",
         ),
         (SMALL.replace('"ring"', '"C_complet"'), "did you mean 'C_complete'"),
         (SMALL.replace("digits-mlp", "digits-mpl"), "did you mean 'digits-mlp'"),
@@ -216,7 +216,7 @@ def test_learning_rates_follow_the_averaging_neighbourhood() -> None:
         (SMALL.replace('"ring"]', '{ name = "x", method = "D_ring" }]'), "are the same run"),
         (
             'skip_impossible = true\nrun = { optimizer = "sdg" }\n' + SMALL,
-            "optimizer must be one of .* did you mean 'sgd'",
+            "unknown optimizer 'sdg' .did you mean 'sgd'.*; choose from",
         ),
     ],
 )
@@ -263,3 +263,25 @@ def test_runs_that_cost_differently_are_measured_apart(fields: dict[str, Any]) -
     plain = {"workload": "digits-mlp", "workers": 4, "topology": "ring"}
     kinds = [estimate._kind(RunSpec.model_validate({**plain, **more})) for more in ({}, fields)]
     assert kinds[0] != kinds[1]
+
+
+def test_the_text_that_is_kept_says_where_paths_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even where none is seen in it; a folder that it gives starts where the file lies."""
+    text = 'name = "x"\nworkload = "quadratic"\nworkers = 4\nmethods = ["D_ring"]\n'
+    place, kept = tmp_path / "place", tmp_path / "kept"
+    place.mkdir()
+    kept.mkdir()
+    monkeypatch.chdir(kept)
+    for given, expected in [
+        ("", place),
+        ('folder = "deep"  # here\n', place / "deep"),
+        (f'folder = "{kept}"\n', kept),
+    ]:
+        (place / "x.toml").write_text(given + text)
+        first = load(place / "x.toml")
+        assert first.folder == str(expected)
+        (kept / "experiment.toml").write_text(first.text)
+        again = load(kept / "experiment.toml")
+        assert (again.folder, again.text) == (first.folder, first.text)

@@ -22,11 +22,11 @@ from gossamer.bench.analysis import Analysis, analyse
 from gossamer.bench.report.figures import figures, method_styles
 from gossamer.bench.report.reading import Reader
 from gossamer.bench.report.style import styles
-from gossamer.bench.report.terminal import summary_table
 from gossamer.bench.report.watch import Watch
 from gossamer.bench.report.writing import images, write_figures, write_report, write_tables
 from gossamer.bench.store import Story
 from gossamer.cli.bench import bench_app
+from gossamer.cli.summary import summary_table
 from gossamer.errors import UserError
 from tests.browser import Page, browser, needs_browser
 from tests.stories import spec_of, story_of, write

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gossamer.bench import Store, expand, run_experiment
@@ -250,12 +252,16 @@ def test_both_engines_give_one_experiment_the_same_records(tmp_path: Path) -> No
                 assert theirs.dispersion[name] == pytest.approx(spread, abs=1e-12)
         if isinstance(ours, Evaluation) and isinstance(theirs, Evaluation):
             assert theirs.average == ours.average
+    norms, others = (Store(tmp_path).norms(spec.id) for spec in expand(experiment).runs)
+    assert norms is not None
+    assert others is not None
+    assert others.drop("norm").equals(norms.drop("norm"))
+    assert norms["step"].unique().sort().to_list() == [3, 6]
+    np.testing.assert_allclose(others["norm"], norms["norm"], rtol=1e-12)
 
 
-def test_two_agents_run_the_same_file(tmp_path: Path) -> None:
-    """Two torchrun agents, as on two nodes, do the distributed runs; a later start does nothing."""
-    file, folder = tmp_path / "short.toml", tmp_path / "out"
-    file.write_text(SHORT.replace("workers = 4", 'workers = 2\nengine = "distributed"'))
+def run_on_two_nodes(files: Sequence[Path], folder: Path) -> tuple[list[int], list[str]]:
+    """Start an agent of torchrun with each file; return their codes, and what they said."""
     port = free_port()
     agents = [
         subprocess.Popen(
@@ -270,10 +276,77 @@ def test_two_agents_run_the_same_file(tmp_path: Path) -> None:
             stderr=subprocess.PIPE,
             text=True,
         )
-        for node in range(2)
+        for node, file in enumerate(files)
     ]
     said = [agent.communicate(timeout=150)[1] for agent in agents]
-    assert [agent.returncode for agent in agents] == [0, 0], said
+    return [agent.returncode for agent in agents], said
+
+
+def test_two_agents_run_the_same_file(tmp_path: Path) -> None:
+    """Two torchrun agents, as on two nodes, do the distributed runs; a later start does nothing."""
+    file, folder = tmp_path / "short.toml", tmp_path / "out"
+    file.write_text(SHORT.replace("workers = 4", 'workers = 2\nengine = "distributed"'))
+    codes, said = run_on_two_nodes([file, file], folder)
+    assert codes == [0, 0], said
     experiment = parse(file.read_text(), "short.toml")
     assert statuses(experiment, folder) == ["done"] * 4
     assert sum("D_ring, 2 ranks, seed 1: done" in text for text in said) == 1
+
+
+GRAPH = """
+from gossamer.topology import Round, ring
+
+
+def own(num_workers: int) -> Round:
+    return ring(num_workers)
+"""
+OF_A_FILE = """
+name = "own"
+workload = "quadratic"
+workers = 2
+methods = "D_graph.py:own"
+run = { epochs = 1, steps_per_epoch = 2 }
+"""
+
+
+@pytest.mark.parametrize(
+    ("engine", "edited", "words"),
+    [
+        ("simulated", GRAPH + "# edited\n", "got another one since the experiment began; make"),
+        ("simulated", "import no_such", "^.*graph.py must be imported without an error, got Mod"),
+        ("distributed", GRAPH + "# edited\n", "got another one since the experiment began; make"),
+    ],
+)
+def test_a_plug_in_that_is_edited_meanwhile_is_an_error_of_the_planned_run(
+    tmp_path: Path, engine: str, edited: str, words: str
+) -> None:
+    """In one line, under the id that was planned; nothing is done under another one."""
+    source, folder = tmp_path / "graph.py", tmp_path / "out"
+    source.write_text(GRAPH)
+    experiment = parse(f'engine = "{engine}"\n{OF_A_FILE}', "own.toml", tmp_path)
+    (spec,) = expand(experiment).runs
+    source.write_text(edited)
+    run_it(experiment, folder)
+    ended = Store(folder).ended(spec.id)
+    assert ended is not None
+    assert ended.status == "error"
+    assert re.search(words, ended.reason)
+    assert "Traceback" not in ended.reason
+    assert Store(folder).run_ids() == [spec.id]
+
+
+def test_two_nodes_with_different_plug_ins_do_not_train_together(tmp_path: Path) -> None:
+    """The run ends as an error that names the rank, and both nodes end."""
+    files: list[Path] = []
+    for node, source in enumerate([GRAPH, GRAPH + "# edited\n"]):
+        (tmp_path / str(node)).mkdir()
+        (tmp_path / str(node) / "graph.py").write_text(source)
+        files.append(tmp_path / str(node) / "own.toml")
+        files[-1].write_text(f'engine = "distributed"\n{OF_A_FILE}')
+    codes, said = run_on_two_nodes(files, tmp_path / "out")
+    assert all(codes), said
+    (run_id,) = Store(tmp_path / "out").run_ids()
+    ended = Store(tmp_path / "out").ended(run_id)
+    assert ended is not None
+    assert ended.status == "error"
+    assert re.search("got another one on rank 1 than on rank 0; make", ended.reason)

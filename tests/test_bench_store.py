@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
+from gossamer.bench.recording import record_run
 from gossamer.bench.store import Store, StoreError
+from gossamer.errors import UserError
 from gossamer.records import Ended, Evaluation, Record, Started
 
 STARTED = Started(run_id="a", spec={}, environment={})
@@ -129,3 +131,43 @@ def test_a_full_disk_loses_nothing_that_was_whole(tmp_path: Path) -> None:
         assert store.ended("b") == STORY[-1]
     finally:
         subprocess.run(["umount", str(mount)], check=True)
+
+
+def fail_at_once() -> Iterator[Record]:
+    raise UserError("more memory was required")
+
+
+def fail_later() -> Iterator[Record]:
+    yield STARTED
+    yield evaluation(1)
+    raise ZeroDivisionError
+
+
+@pytest.mark.parametrize(
+    ("run", "reason", "metric"),
+    [(fail_at_once, "more memory was required", None), (fail_later, "ZeroDivisionError\n", 0.5)],
+)
+def test_what_a_run_raises_is_its_end(
+    store: Store, run: Callable[[], Iterator[Record]], reason: str, metric: float | None
+) -> None:
+    """Before its first record or after some; the outcome has the exception itself."""
+    outcome = record_run(store, "a", run, print)
+    assert outcome.ended == store.ended("a")
+    assert outcome.ended.status == "error"
+    assert outcome.ended.reason.endswith(reason)
+    assert outcome.metric == metric
+    assert type(outcome.failure) is (UserError if run is fail_at_once else ZeroDivisionError)
+
+
+def test_a_disk_that_refuses_is_no_end_of_a_run(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run has no end then, and whoever called is told."""
+
+    def refuse(record: Record) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("gossamer.bench.store.to_line", refuse)
+    with pytest.raises(StoreError, match="No space left"):
+        record_run(store, "a", lambda: iter(STORY), print)
+    assert store.ended("a") is None

@@ -6,13 +6,14 @@ import json
 import subprocess
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import typer
 
-from benchmarks import imports, step
+from benchmarks import bits, imports, sizes, step
 from tests.page_commands import own_app
 
 # Jobs of several processes that each import torch: a loaded machine takes its time.
@@ -20,7 +21,10 @@ pytestmark = pytest.mark.timeout(150)
 
 # The smallest sizes that each takes.
 SMALL = {
+    "chunks": "--model mlp --workers 4 --seconds 0",
     "consensus": "--workers 4 --seeds 1 --epochs 1",
+    "contention": "--workers 4 --way 1:own --neighbours 0 --rounds 1 --seconds 0.01",
+    "evaluation": "--workload digits-mlp --workers 4 --steps 5",
     "records": "--workers 4 --intervals 1 --steps 5 --rounds 1",
     "runtime_model.paper": "simulation --trials 5",
     "simulation": "--model mlp --workers 4 --rounds 1 --processes 1",
@@ -79,3 +83,64 @@ def test_workers_that_take_too_long_are_ended(monkeypatch: pytest.MonkeyPatch) -
         step.main(workers=2, params=2e4, steps=2, rounds=1, method=["local"])
     assert len(started) == 2
     assert all(process.poll() is not None for process in started)
+
+
+ONE = '''"""Two functions, one in the other."""
+
+
+def outer() -> None:
+    """Do nothing."""
+
+    def inner() -> None:
+        pass
+'''
+TWO = """class Some:
+    async def method(
+        self,
+    ) -> None: ...
+"""
+
+
+def test_sizes_are_the_lines_that_an_editor_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of modules as `wc -l` counts; of functions from def to the last line, nested ones too."""
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "one.py").write_text(ONE)
+    (tmp_path / "deep" / "two.py").write_text(TWO)
+    (tmp_path / "notes.txt").write_text("no module")
+    for path in ("one.py", "deep/two.py"):
+        command = ["wc", "-l", str(tmp_path / path)]
+        counted = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        assert sizes.modules(tmp_path)[path] == int(counted.split()[0])
+    assert sizes.functions(tmp_path) == {
+        "one.py:4 outer": 5,
+        "one.py:7 inner": 2,
+        "deep/two.py:2 method": 3,
+    }
+    monkeypatch.setattr(sizes.modules, "__defaults__", (tmp_path,))
+    monkeypatch.setattr(sizes.functions, "__defaults__", (tmp_path,))
+    sizes.main()
+    assert capsys.readouterr().out.splitlines() == [
+        "modules: 2, median 6 lines, 90 % within 7.6, longest 8 (one.py)",
+        "functions: 3, median 3 lines, 90 % within 4.6, longest 5 (one.py:4 outer)",
+    ]
+
+
+def test_bits_tell_runs_apart_and_repeat_themselves(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A case makes the same line again; another order makes another, and so does another step."""
+
+    def lines(order: str, num_steps: int) -> list[str]:
+        monkeypatch.setattr(bits, "NUM_STEPS", num_steps)
+        cases = [("a case", bits._simulate(bits.TASKS["mlp"], topology="ring", order=order))]
+        monkeypatch.setattr(bits, "_simulations", lambda: iter(cases))
+        bits.main()
+        return capsys.readouterr().out.splitlines()
+
+    for other in ("_ranks", "_records"):
+        monkeypatch.setattr(bits, other, lambda: iter(()))
+    first = lines("awc", 3)
+    assert first == lines("awc", 3)
+    assert len({*first, *lines("atc", 3), *lines("awc", 4)}) == 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -12,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gossamer.calls import Call, Name, read
 from gossamer.consensus import parse_control
 from gossamer.errors import UserError
+from gossamer.registry.calls import Call, Name, read
 from gossamer.topology import parse
 
 NAMES = st.sampled_from(["ring", "k", "k0", "_x", "true", "Nonesuch"])
@@ -61,12 +62,39 @@ def test_what_is_written_is_read(call: Call) -> None:
 @settings(max_examples=600)
 @given(text=st.text("ring(k0=1.5e_-+,) []'\"", max_size=12))
 def test_what_is_not_python_is_refused(text: str) -> None:
-    """Whatever is read would also be a name or a call in Python."""
+    """Whatever is read would also be a name or a call in Python, but for dashes within names."""
     try:
         read(text)
     except ValueError:
         return
-    assert isinstance(ast.parse(text.strip(), mode="eval").body, ast.Name | ast.Call)
+    python = re.sub(r"(?<=[^\W\d])(\w*)-(?=\w)", r"\1_", text.strip())
+    assert isinstance(ast.parse(python, mode="eval").body, ast.Name | ast.Call)
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("digits-mlp", "digits-mlp"),
+        ("graphs.py:chords", "graphs.py:chords"),
+        ("2026/my-graphs.py:chords", "2026/my-graphs.py:chords"),
+        ("my_pkg.control:pi", "my_pkg.control:pi"),
+        ("'/home/me (work)/a, b.py':chords", "/home/me (work)/a, b.py:chords"),
+        ('"it\'s.py":chords', "it's.py:chords"),
+    ],
+)
+def test_names_have_dashes_and_those_of_plug_ins_have_a_place(text: str, name: str) -> None:
+    """With arguments, among arguments and without; what is shown is read as the same again."""
+    nested = Call("repeat", [Name(name), Call(name, [1], {"k": Name(name)})])
+    assert read(text) == read(f"{text}()") == Call(name)
+    assert read(f"repeat({text}, {text}(1, k={text}))") == nested
+    assert read(str(nested)) == nested
+
+
+@settings(max_examples=100)
+@given(call=calls(VALUES))
+def test_what_is_shown_is_read(call: Call) -> None:
+    """The string of a call is read as that call, where ``ring()`` and ``ring`` are the same."""
+    assert str(read(str(call))) == str(call)
 
 
 @pytest.mark.parametrize(

@@ -66,11 +66,14 @@ def test_a_default_is_part_of_the_name() -> None:
         ("lattice(k=true)", "lattice needs a whole number for k, got True"),
         ("erdos_renyi(p=half)", "erdos_renyi needs a number for p, got 'half'"),
         ("one_peer_exponential(pairs=1)", "needs true or false for pairs, got 1"),
-        ("ring(weights=heavy)", "ring needs uniform or metropolis for weights, got 'heavy'"),
+        (
+            "ring(weights=heavy)",
+            "ring needs a weight rule for weights, got 'heavy'; choose from uni",
+        ),
         ("lattice(4, k=4)", "lattice takes k, weights, got k twice"),
         ("lattice(4, 5, 6)", "got 3 arguments; give fewer"),
         ("lattice(k=4, k=6)", "each argument once"),
-        ("ring(weights=[1])", r"needs uniform or metropolis for weights, got \[1\]"),
+        ("ring(weights=[1])", r"weights, got \[1\]; choose from uniform, metropolis"),
         ("ring(" + "-" * 100_000 + "1)", "a topology is a name or name"),
         ("ring(", "a topology is a name or name"),
         ("", "a topology is a name or name"),
@@ -78,7 +81,8 @@ def test_a_default_is_part_of_the_name() -> None:
         ("__import__('os').getcwd()", "a topology is a name or name"),
         ("lattice(k=1+1)", "a topology is a name or name"),
         ("lattice(**{'k': 4})", "a topology is a name or name"),
-        ("ring(weights=uniform())", "a topology is a name or name"),
+        ("ring(weights=uniform(2))", "uniform takes no arguments, got 1 arguments"),
+        ("ring(weights=torus())", r"a weight rule for weights, got 'torus'"),
     ],
 )
 def test_what_cannot_be_read_explains_itself(text: str, words: str) -> None:

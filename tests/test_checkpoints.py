@@ -28,6 +28,7 @@ from torch.optim.lr_scheduler import MultiStepLR
 from gossamer import Checkpoints, decentralize
 from gossamer.errors import UserError
 from gossamer.gossip import ExchangeError, Gossip, snapshot
+from gossamer.gossip.step import Step
 from tests.pool import ProcessPool
 from tests.ranks import run_ranks
 from tests.reference import ALL_OPTIMIZERS, ORDERS, loss_of, make_model, vector_of
@@ -128,13 +129,13 @@ def test_the_states_alone_continue_a_run(order: str, tmp_path: Path) -> None:
 
 def test_the_exchange_must_start_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Without that the first step after loading is not mixed, and the tests above notice."""
-    restart = Gossip._restart
+    restart = Step.restart
 
-    def without_exchange(gossip: Gossip) -> None:
-        restart(gossip)
-        gossip._mixer.discard()
+    def without_exchange(step: Step) -> None:
+        restart(step)
+        step._mixer.discard()
 
-    monkeypatch.setattr(Gossip, "_restart", without_exchange)
+    monkeypatch.setattr(Step, "restart", without_exchange)
     for end, continued in run_ranks(4, lambda group: continued_by_hand(group, "awc", tmp_path)):
         assert not torch.equal(end, continued)
 
@@ -460,7 +461,7 @@ def test_what_is_being_removed_is_not_whole(
     def body(group: ProcessGroup) -> list[int]:
         run = Run(group, tmp_path, keep=1).train_to(2, save_at=(1, 2))
         run.gossip.gather(0)
-        steps = run.checkpoints._whole_steps()
+        steps = run.checkpoints._folder.complete_steps()
         run.end()
         return steps
 

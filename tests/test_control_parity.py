@@ -14,15 +14,16 @@ from torch.optim import SGD, AdamW
 from torch.utils._pytree import tree_map
 
 import gossamer
-from gossamer.consensus.targets import Needs, State
+from gossamer.consensus import Needs
 from gossamer.errors import UserError
 from gossamer.gossip import ExchangeError, decentralize
 from gossamer.topology import complete
+from tests.own_control import Pi
 from tests.ranks import run_ranks
 from tests.reference import batch, loss_of, make_model, vector_of
 
 # Every way to act, with every target that reads something else.
-CONTROLS = {
+CONTROLS: dict[str, tuple[Any, str]] = {
     "repeat": ("constant(c=0.25)", "atc"),
     "repeat, every third step": ("repeat(adaptive(s=0.02), interval=3)", "atc"),
     "repeat to critical": ("critical(share=0.05)", "atc"),
@@ -34,6 +35,8 @@ CONTROLS = {
     "gamma, atc": ("gamma(p=0.5, start=20)", "atc"),
     "exact": ("exact", "awc"),
     "auto": ("auto", "awc"),
+    "of one's own": (Pi(log_distance=-2.5), "atc"),
+    "of one's own, awc": (Pi(log_distance=-2.5), "awc"),
 }
 NUM_WORKERS = 6
 NUM_STEPS = 50
@@ -47,9 +50,9 @@ def make_optimizer(parameters: object) -> SGD:
     return SGD(parameters, lr=0.05, momentum=0.9)  # pyright: ignore[reportArgumentType]
 
 
-def simulate(control: str, order: str) -> tuple[list[Tensor], list[str]]:
-    """Return every worker's parameters, and the digest of every decision."""
-    sim = gossamer.Simulation(
+def make_simulation(control: Any, order: str) -> gossamer.Simulation:
+    """Return a simulation that always computes in the same way."""
+    return gossamer.Simulation(
         make_model(),
         nn.functional.mse_loss,
         make_optimizer,
@@ -58,7 +61,13 @@ def simulate(control: str, order: str) -> tuple[list[Tensor], list[str]]:
         order,
         control=control,
         dtype=torch.float64,
+        gradients="vmap",
     )
+
+
+def simulate(control: Any, order: str) -> tuple[list[Tensor], list[str]]:
+    """Return every worker's parameters, and the digest of every decision."""
+    sim = make_simulation(control, order)
     digests: list[str] = []
     for step in range(NUM_STEPS):
         batches = [batch(worker, step) for worker in range(NUM_WORKERS)]
@@ -70,7 +79,7 @@ def simulate(control: str, order: str) -> tuple[list[Tensor], list[str]]:
     return [vector_of(sim.worker(worker)) for worker in range(NUM_WORKERS)], digests
 
 
-def train(group: ProcessGroup, control: str, order: str) -> tuple[Tensor, list[str]]:
+def train(group: ProcessGroup, control: Any, order: str) -> tuple[Tensor, list[str]]:
     model = make_model()
     optimizer = make_optimizer(model.parameters())
     digests: list[str] = []
@@ -79,12 +88,7 @@ def train(group: ProcessGroup, control: str, order: str) -> tuple[Tensor, list[s
     ) as gossip:
         for step in range(NUM_STEPS):
             optimizer.param_groups[0]["lr"] = lr_at(step)
-            optimizer.zero_grad()
-            inputs, targets = batch(group.rank(), step)
-            nn.functional.mse_loss(model(inputs), targets).backward()
-            optimizer.step()
-            assert gossip.decision is not None
-            digests.append(gossip.decision.digest)
+            digests.append(take_step(model, optimizer, gossip, group.rank(), step))
     return vector_of(model), digests
 
 
@@ -99,7 +103,9 @@ def test_both_engines_decide_and_train_alike(name: str) -> None:
         torch.testing.assert_close(vector, reference, rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", ["repeat", "ada_consensus, degree", "repeat, every third step"])
+@pytest.mark.parametrize(
+    "name", ["repeat", "ada_consensus, degree", "repeat, every third step", "of one's own, awc"]
+)
 def test_a_controlled_run_continues_where_it_was(name: str) -> None:
     """The controller's state, and what it last saw, are part of a gossip's."""
     control, order = CONTROLS[name]
@@ -119,7 +125,7 @@ def test_a_controlled_run_continues_where_it_was(name: str) -> None:
                 gossip = decentralize(model, optimizer, "ring", **options)
                 for thing, state in zip((model, optimizer, gossip), states, strict=True):
                     thing.load_state_dict(state)
-            decided.append(_take_step(model, optimizer, gossip, group.rank(), step))
+            decided.append(take_step(model, optimizer, gossip, group.rank(), step))
         gossip.close()
         return vector_of(model), decided
 
@@ -131,7 +137,7 @@ def test_a_controlled_run_continues_where_it_was(name: str) -> None:
         assert len(set(decided)) > 1
 
 
-def _take_step(
+def take_step(
     model: nn.Module, optimizer: SGD, gossip: gossamer.Gossip, rank: int, step: int
 ) -> str:
     """Train for a step; return the digest of what was decided."""
@@ -155,12 +161,12 @@ def test_learning_rates_may_differ_between_ranks(order: str) -> None:
         with decentralize(model, optimizer, "ring", **options) as gossip:
             for step in range(30):  # past the calibration
                 optimizer.param_groups[0]["lr"] = 0.05 / (1 + (step > 10) * group.rank())
-                decided.append(_take_step(model, optimizer, gossip, group.rank(), step))
+                decided.append(take_step(model, optimizer, gossip, group.rank(), step))
             with gossip.join():
                 for step in range(3 + group.rank()):
                     optimizer.param_groups[0]["lr"] *= 0.5
-                    _take_step(model, optimizer, gossip, group.rank(), step)
-            decided.append(_take_step(model, optimizer, gossip, group.rank(), 0))
+                    take_step(model, optimizer, gossip, group.rank(), step)
+            decided.append(take_step(model, optimizer, gossip, group.rank(), 0))
         return decided
 
     first, *others = run_ranks(5, body)
@@ -186,11 +192,11 @@ def test_a_state_of_another_control_starts_the_control_anew(
             model, optimizer, "ring", control="ada_consensus(auto, by=degree)", **options
         ) as gossip:
             for step in range(40):
-                _take_step(model, optimizer, gossip, group.rank(), step)
+                take_step(model, optimizer, gossip, group.rank(), step)
             with gossip.drained(keep_changes=True):
                 gossip.load_state_dict(state)
             assert gossip.num_steps == 1
-            _take_step(model, optimizer, gossip, group.rank(), 1)
+            take_step(model, optimizer, gossip, group.rank(), 1)
             assert gossip.decision is not None
             assert math.isinf(gossip.decision.target)  # it calibrates again
 
@@ -283,6 +289,36 @@ def test_norms_before_mixing_are_the_same_in_both_engines(order: str) -> None:
         assert gossamer.consensus.dispersion(after).gini.mean() < dispersion.gini.mean()
 
 
+def test_norms_of_local_sgd_are_of_the_step_before_an_average() -> None:
+    """Ranks measure the second step of three, and the sixth; the state has what is behind it."""
+
+    def body(group: ProcessGroup) -> list[Any]:
+        model = make_model()
+        optimizer = make_optimizer(model.parameters())
+        options: Any = {"process_group": group, "order": "atc", "norms_every": 3}
+        steps: list[int] = []
+        with decentralize(model, optimizer, "local_sgd(every=2)", **options) as gossip:
+            assert "last_norms" not in gossip.state_dict()
+            for step in range(7):
+                optimizer.zero_grad()
+                inputs, targets = batch(group.rank(), step)
+                nn.functional.mse_loss(model(inputs), targets).backward()
+                optimizer.step()
+                steps.append(gossip.norms_step)
+            norms, state = gossip.last_norms, gossip.state_dict()
+            assert norms is not None
+            assert gossamer.consensus.dispersion(norms).gini.max() > 0
+        with decentralize(model, optimizer, "local_sgd(every=2)", **options) as again:
+            again.load_state_dict(state)
+            assert again.norms_step == 6
+            np.testing.assert_array_equal(again.last_norms, norms)
+            again.load_state_dict({**state, "last_norms": torch.ones(4, 5)})  # of five workers
+            assert (again.norms_step, again.last_norms) == (0, None)
+        return steps
+
+    assert run_ranks(3, body) == [[0, 2, 2, 2, 2, 6, 6]] * 3
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -306,28 +342,41 @@ def test_controls_that_cannot_act_are_refused(options: dict[str, Any], words: st
     run_ranks(1, body)
 
 
+class Odd:
+    """A policy, and its controller, that is of another mind on rank 1."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def bind(self, schedule: object, order: str) -> object:
+        """Itself."""
+        return self
+
+    def start(self, step: int) -> None:
+        """Nothing."""
+
+    def save(self, state: None) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+    def load(self, saved: dict[str, Any]) -> None:
+        """Nothing."""
+
+    def needs(self, step: int, state: object) -> object:
+        """Nothing."""
+        return Needs()
+
+    def decide(self, seen: object, state: object) -> tuple[object, object]:
+        """Another round on rank 1."""
+        round = gossamer.topology.parse("star", 3).round(0) if self._rank == 1 else complete(3)
+        return gossamer.consensus.Decision((round,), math.nan, math.inf), state
+
+    def __repr__(self) -> str:
+        return "odd"
+
+
 def test_decisions_that_differ_are_an_error() -> None:
     """A rank that decides otherwise than the others is found before anybody waits for it."""
-
-    class Odd:
-        def __init__(self, rank: int) -> None:
-            self._rank = rank
-
-        def bind(self, schedule: object, order: str) -> object:
-            return self
-
-        schedule = gossamer.topology.parse("ring", 3)
-        start = State()
-
-        def needs(self, step: int, state: object) -> object:
-            return Needs()
-
-        def decide(self, seen: object, state: object) -> tuple[object, object]:
-            round = gossamer.topology.parse("star", 3).round(0) if self._rank == 1 else complete(3)
-            return gossamer.consensus.Decision((round,), math.nan, math.inf), state
-
-        def __repr__(self) -> str:
-            return "odd"
 
     def body(group: ProcessGroup) -> str:
         model = make_model()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -156,8 +157,11 @@ def test_a_specification_takes_its_recipe_and_has_an_id() -> None:
     [
         ({"workload": "digit-mlp"}, "did you mean 'digits-mlp'"),
         ({"topology": "rign"}, "did you mean 'ring'"),
-        ({"optimizer": "sdg"}, "optimizer must be one of sgd"),
-        ({"lr_schedule": "cosin"}, "lr_schedule must be one of constant"),
+        (
+            {"optimizer": "sdg"},
+            r"unknown optimizer 'sdg' \(did you mean 'sgd'\?\); choose from sgd",
+        ),
+        ({"lr_schedule": "cosin"}, "unknown lr_schedule 'cosin' .*; choose from constant"),
         ({"gossip_steps": 2}, "awc mixes once per step"),
         ({"control": "exact", "topology": "centralized"}, "has nothing to control"),
         ({"control": "constant(c=0)"}, "needs a finite c > 0"),
@@ -178,6 +182,16 @@ def test_bad_specifications_are_refused(options: dict[str, object], words: str) 
 
 def test_a_rank_that_fails_ends_the_run_with_its_words() -> None:
     """The error of a real run shows what a rank said."""
-    broken = spec(engine="distributed", workers=2).model_copy(update={"optimizer": "no_such"})
+    broken = spec(engine="distributed", workers=2).model_copy(update={"dtype": "no_such"})
     with pytest.raises(RunError, match="no_such"):
         list(run(broken))
+
+
+def test_ranks_refuse_another_source_than_the_one_that_named_the_run(tmp_path: Path) -> None:
+    """A plug-in that is edited before they load it: they say so, and no record is made."""
+    file = tmp_path / "graph.py"
+    file.write_text("from gossamer.topology import ring as own\n")
+    named = spec(engine="distributed", workers=2, topology=f"{file}:own")
+    file.write_text("from gossamer.topology import complete as own\n")
+    with pytest.raises(UserError, match=r"got another one on rank [01]; make the files equal"):
+        next(run(named))

@@ -466,12 +466,12 @@ def test_extra_memory(text: str, copies: int) -> None:
         gossip = decentralize(model, optimizer, text, process_group=group)
         for _ in range(3):
             optimizer.step()
-        gossip._mixer.drain()
-        held = [*gossip._mixer._inboxes, *gossip._transport._spare.values()]
+        gossip._worker.mixer.drain()
+        held = [*gossip._worker.mixer._inboxes, *gossip._worker.network.transport._spare.values()]
         copies = sum(tensor.numel() for tensor in held) / 64**2
         gossip.close()
-        assert not gossip._mixer._inboxes
-        assert not gossip._transport._spare
+        assert not gossip._worker.mixer._inboxes
+        assert not gossip._worker.network.transport._spare
         return copies
 
     assert set(run_ranks(8, body)) == {copies}
@@ -483,7 +483,7 @@ def test_neighbours_are_received_around_the_circle() -> None:
     def body(group: ProcessGroup) -> list[int]:
         model = make_model()
         gossip = decentralize(model, sgd(model), "ring", process_group=group)
-        senders = gossip._transport._part_in(ring(4)).senders
+        senders = gossip._worker.network.transport._role_in(ring(4)).senders
         gossip.close()
         return senders
 

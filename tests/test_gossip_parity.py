@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from gossamer.gossip import Gossip, decentralize
+from gossamer.gossip import decentralize
+from gossamer.gossip.connections import Connections
+from gossamer.gossip.step import Step
 from gossamer.gossip.transport import Transport
 from gossamer.topology import parse
 from tests import reference
@@ -56,14 +58,17 @@ def delays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every send, receive and wait is late by a random time, different on each rank."""
 
     def late(method: Callable[..., Any]) -> Callable[..., Any]:
-        def delayed(self: Transport, *args: Any) -> Any:
+        def delayed(self: object, *args: Any) -> Any:
             time.sleep(random.uniform(0, 1e-3))
             return method(self, *args)
 
         return delayed
 
-    for name in ("_send", "_receive", "_begin_sum", "_wait"):
-        monkeypatch.setattr(Transport, name, late(getattr(Transport, name)))
+    for owner, name in (
+        *((Transport, "_send"), (Transport, "_receive")),
+        *((Connections, "begin_sum"), (Connections, "wait")),
+    ):
+        monkeypatch.setattr(owner, name, late(getattr(owner, name)))
 
 
 @pytest.mark.usefixtures("delays")
@@ -104,21 +109,22 @@ def test_overlapped_equals_not_overlapped_exactly(
     """Sending during the next forward and backward pass changes no bit of any parameter."""
     overlapped = run_ranks(8, lambda group: train_rank(group, text, "awc", "adamw", delay_ms=2))
 
-    monkeypatch.setattr(Gossip, "_after_step", _remember_round)
-    monkeypatch.setattr(Gossip, "_before_step", _exchange_now)
+    monkeypatch.setattr(Step, "_after_update", _remember_round)
+    monkeypatch.setattr(Step, "_before_update", _exchange_now)
     plain = run_ranks(8, lambda group: train_rank(group, text, "awc", "adamw"))
     assert all(torch.equal(a, b) for a, b in zip(overlapped, plain, strict=True))
 
 
-def _remember_round(gossip: Any, *_: Any) -> None:
-    gossip.num_steps += 1
+def _remember_round(step: Any, *_: Any) -> None:
+    step.num_steps += 1
 
 
-def _exchange_now(gossip: Any, *_: Any) -> None:
+def _exchange_now(step: Any, *_: Any) -> None:
     """The same round, with nothing in flight between steps."""
-    if gossip.num_steps > 0:
-        gossip._mixer.start(gossip.schedule.round(gossip.num_steps), gossip.num_steps)
-        gossip._mixer.finish()
+    if step.num_steps > 0:
+        (round,) = step._order._source.rounds(step.num_steps)
+        step._mixer.start(round, step.num_steps)
+        step._mixer.finish()
 
 
 @pytest.mark.parametrize("bucket_mb", [1e-6, 1e-4, 25])

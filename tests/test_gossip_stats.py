@@ -16,8 +16,9 @@ from torch.profiler import profile
 from torch.utils.tensorboard import SummaryWriter
 
 from gossamer.gossip import Stats, decentralize
-from gossamer.gossip.bulletin import Bulletin
-from gossamer.gossip.transport import Transport
+from gossamer.gossip.failures import FailureDetector
+from gossamer.gossip.network import Network
+from gossamer.gossip.notices import NoticeBoard
 from tests.ranks import run_ranks
 from tests.reference import loss_of, make_model
 
@@ -57,12 +58,12 @@ def test_waiting_for_an_average_is_meeting() -> None:
     """All ranks wait for the last one."""
 
     def body(group: ProcessGroup) -> float:
-        board = Bulletin(group, timedelta(seconds=10))
-        transport = Transport(group, board, torch.device("cpu"))
+        detector = FailureDetector(NoticeBoard(group, timedelta(seconds=10)))
+        network = Network(group, detector, torch.device("cpu"))
         time.sleep(0.1 * group.rank())
-        transport.average(torch.ones(3))
-        transport.close()
-        return transport.meeting_s
+        network.collectives.average(torch.ones(3))
+        network.close()
+        return network.telemetry.stats(0).meeting_s
 
     early, _late = run_ranks(2, body)
     assert early > 0.03

@@ -19,7 +19,7 @@ from gossamer.lab import Cluster, HostFailed, Layout, one_switch, parse_layout
 from gossamer.lab.iproute import check_machine, configure
 from gossamer.lab.iproute import run as run_tool
 from gossamer.lab.namespaces import living_labs, sweep
-from gossamer.lab.processes import Job, Launch
+from gossamer.lab.processes import HostProcesses, Launch
 
 COMMAND = [sys.executable, "-m", "gossamer", "lab"]
 
@@ -422,7 +422,14 @@ def test_a_user_who_is_not_root_is_told() -> None:
 @needs_lab
 @pytest.mark.timeout(200)
 def test_an_experiment_runs_on_hosts(tmp_path: Path) -> None:
-    """The file that runs on one machine runs on two hosts, one rank each; rank 0 keeps records."""
+    """The file that runs on one machine runs on two hosts, one rank each; rank 0 keeps records.
+
+    A plug-in beside it is imported on every host.
+    """
+    (tmp_path / "graphs.py").write_text(
+        "from gossamer.topology import complete\n\ndef both(num_workers: int):\n"
+        "    return complete(num_workers)\n"
+    )
     file = tmp_path / "two.toml"
     file.write_text(
         """
@@ -430,7 +437,7 @@ def test_an_experiment_runs_on_hosts(tmp_path: Path) -> None:
         workload = "digits-mlp"
         engine = ["simulated", "distributed"]
         workers = 2
-        methods = "D_ring"
+        methods = "D_graphs.py:both"
         run = { epochs = 1, steps_per_epoch = 4 }
         """
     )
@@ -444,7 +451,7 @@ def test_an_experiment_runs_on_hosts(tmp_path: Path) -> None:
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    assert "D_ring, 2 ranks, seed 0: done" in result.stdout + result.stderr
+    assert "D_graphs.py:both, 2 ranks, seed 0: done" in result.stdout + result.stderr
     status = subprocess.run(
         [sys.executable, "-m", "gossamer", "bench", "status", str(tmp_path / "out")],
         capture_output=True,
@@ -467,6 +474,6 @@ def test_what_a_sink_raises_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None
         raise ValueError(f"a disk is full: {line}")
 
     monkeypatch.setattr(subprocess, "Popen", start_here)
-    job = Job(["echo", "loss"], [Launch("host0", "host0", os.environ)], sink)
+    processes = HostProcesses(["echo", "loss"], [Launch("host0", "host0", os.environ)], sink)
     with pytest.raises(ValueError, match="a disk is full: loss"):
-        job.wait(timeout_s=30)
+        processes.wait(timeout_s=30)

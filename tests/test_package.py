@@ -19,7 +19,7 @@ SOURCE = ROOT / "src" / "gossamer"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 
-REPORTING = ("gossamer.bench.analysis", "gossamer.bench.report")
+REPORTING = ("gossamer.bench.analysis", "gossamer.bench.report", "gossamer.cli.summary")
 """What needs the extra `bench` to be imported at all."""
 
 

@@ -13,17 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gossamer.errors import UserError
-from gossamer.gossip import transport
 from gossamer.runtime_model import Job, Profile, build, predict, read_profile, write_profile
 from gossamer.runtime_model import closed_forms as closed
-from gossamer.runtime_model.costs import SMALLEST_REDUCED, Links, all_reduce, everyone, mix
+from gossamer.runtime_model.costs import Links, all_reduce, everyone, mix
 from gossamer.runtime_model.factors import split_saving
 from gossamer.runtime_model.methods import gossip
 from gossamer.runtime_model.model import (
     Compute,
-    Exchange,
-    Method,
+    ExchangeTime,
     Order,
+    TimedMethod,
     Trials,
     after_update,
     bucket_wise,
@@ -51,10 +50,10 @@ VARYING = Trials(draw=gamma(0.0134), num_trials=8, iterations=60, warmup=20)
 
 def equal_buckets(
     order: Order, f: float, b: int, backward: float, theta: float, c: float
-) -> Method:
+) -> TimedMethod:
     compute = Compute(forward_s=f, backward_s=(backward,) * b, update_s=(theta,) * b)
-    exchange = Exchange(everyone, np.full((4, b), c))
-    return Method(order, compute, 4, lambda step: exchange)
+    exchange = ExchangeTime(everyone, np.full((4, b), c))
+    return TimedMethod(order, compute, 4, lambda step: exchange)
 
 
 def flat_links(num_workers: int, bits_s: float = 8.0) -> Links:
@@ -125,10 +124,10 @@ def test_a_worker_waits_only_for_those_it_meets() -> None:
     compute = Compute(forward_s=1.0, backward_s=(1.0,), update_s=(0.0,))
     schedule = parse("one_peer_hypercube", 8)
     pairs = mix(flat_links(8), schedule.round(0), [1])
-    pairs = Exchange(pairs.meet, np.zeros((8, 1)))
-    all_eight = Exchange(everyone, np.zeros((8, 1)))
+    pairs = ExchangeTime(pairs.meet, np.zeros((8, 1)))
+    all_eight = ExchangeTime(everyone, np.zeros((8, 1)))
     times = [
-        predict(Method(after_update, compute, 8, lambda step, e=each: e), VARYING).mean_s
+        predict(TimedMethod(after_update, compute, 8, lambda step, e=each: e), VARYING).mean_s
         for each in (pairs, all_eight)
     ]
     assert 2.0 < times[0] < times[1]
@@ -174,7 +173,6 @@ def test_a_worker_waits_for_its_sends() -> None:
 
 def test_pairs_exchange_beside_groups_that_reduce() -> None:
     """In a round of AER on nodes of two, four workers all-reduce while pairs send one message."""
-    assert SMALLEST_REDUCED == transport._SMALLEST_REDUCED
     links = replace(flat_links(8), reduce_efficiency=0.5)
     round = parse("aer(workers_per_node=2)", 8).round(0)
     sizes = {len(group): group for group in round.groups() or ()}

@@ -127,7 +127,7 @@ def test_buckets_are_filled_as_ddp_fills_them() -> None:
 
 def test_waiting_for_an_all_reduce_is_not_compute() -> None:
     """Between the last gradient and the step there is clipping, or under DDP waiting."""
-    step = measure._Step(
+    step = measure._StepTimes(
         previous_end=0.0,
         forward_start=1.0,
         forward_end=2.0,

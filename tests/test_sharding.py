@@ -122,11 +122,20 @@ def test_more_workers_than_samples_draw_with_replacement() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "iidd", "dirichlet", "dirichlet()", "dirichlet(alpha=0)", "dirichlet(alpha=1e1e1)"]
+    ("text", "words"),
+    [
+        ("", r"a sharding is a name .* for instance iid or dirichlet\(alpha=0.5\)"),
+        ("iidd", "unknown sharding 'iidd' .did you mean 'iid'.*; choose from iid, fixed, dirichl"),
+        ("dirichlet", r"needs alpha, got no arguments; for instance dirichlet\(alpha=0.5\)"),
+        ("dirichlet()", r"needs alpha, got no arguments; for instance dirichlet\(alpha=0.5\)"),
+        ("dirichlet(alpha=0)", r"a finite alpha > 0, got 0.0; for instance dirichlet\(alpha=0.5"),
+        ("dirichlet(alpha=1e400)", "a finite alpha > 0, got inf"),
+        ("dirichlet(alpha=1e1e1)", r"a sharding is a name .* dirichlet\(alpha=0.5\)"),
+    ],
 )
-def test_a_sharding_that_is_none_is_refused(text: str) -> None:
+def test_a_sharding_that_is_none_is_refused(text: str, words: str) -> None:
     """The message says what there is, with an example."""
-    with pytest.raises(UserError, match=r"must be iid, fixed or .* dirichlet\(alpha=0.5\)"):
+    with pytest.raises(UserError, match=words):
         parse_sharding(text)
 
 

@@ -19,10 +19,10 @@ from torch.optim import SGD, Adafactor, AdamW
 
 from gossamer import Simulation, decentralize
 from gossamer.errors import UserError
+from gossamer.memory import free_bytes, group_bytes
 from gossamer.simulate import Centralized, mix_, worker_seed
-from gossamer.simulate.gradients import Part, _count
-from gossamer.simulate.memory import free_bytes, group_bytes, room
-from gossamer.simulate.mixing import _nothing, _plan
+from gossamer.simulate.budget import memory_budget, saved_bytes
+from gossamer.simulate.mixing import _kernel_of, _nothing
 from gossamer.topology import Round, parse, ring
 from tests import tasks
 from tests.catalogue import ALL_TOPOLOGIES
@@ -51,7 +51,7 @@ def run(sim: Any, task: Task = MLP, steps: int = 4) -> Any:
 
 
 def assert_same(a: Simulation, b: Simulation, atol: float = 1e-12) -> None:
-    for own, other in ((a.parameters, b.parameters), (a._buffers, b._buffers)):
+    for own, other in ((a.parameters, b.parameters), (a._replicas.buffers, b._replicas.buffers)):
         torch.testing.assert_close(dict(own), dict(other), rtol=0, atol=atol)
 
 
@@ -200,18 +200,18 @@ def test_memory_is_that_of_the_control_group(tmp_path: Path) -> None:
     assert free_bytes() > 0
 
 
-def test_room_for_activations_by_its_rule() -> None:
-    """Bounded by copies of all workers' parameters or 24 MB in all, and by what there is."""
+def test_memory_for_activations_by_its_rule() -> None:
+    """What is good, by copies of all parameters or 24 MB in all; and what there is."""
     copies: dict[str, Any] = {"model_bytes": 10**6, "state_bytes": 10**6, "num_workers": 100}
-    assert room(1.0, **copies) == (0.7e8, 3.5e8)
-    assert room(0.4, **copies) == (0.5e8, 0.5e8)
-    assert room(1.0, one_model=True, **copies) == (0.7e8, 4.985e8)
-    few = room(1.0, 10**6, 10**6, num_workers=2)
+    assert memory_budget(1.0, **copies) == (0.7e8, 3.5e8)
+    assert memory_budget(0.4, **copies) == (0.7e8, 0.5e8)
+    assert memory_budget(1.0, one_model=True, **copies) == (0.7e8, 4.985e8)
+    few = memory_budget(1.0, 10**6, 10**6, num_workers=2)
     assert few.good == ((24 << 20) - 6e6) / 2
     with pytest.raises(
         UserError, match=r"state of the model take 0\.003 GB, .*; use a smaller model"
     ):
-        room(0.002, one_model=True, **copies)
+        memory_budget(0.002, one_model=True, **copies)
 
 
 def test_a_worker_that_does_not_fit_is_tried_alone_and_said() -> None:
@@ -237,17 +237,16 @@ def test_a_worker_that_does_not_fit_is_tried_alone_and_said() -> None:
 
 def test_memory_that_is_kept_is_counted_by_storage() -> None:
     """A part of a tensor keeps all of it; one number that stands for many is one."""
-
-    def evaluate(part: Part) -> Tensor:
-        large = part.inputs * 2
-        return (large[:3] * part.inputs.sum().expand(3)).sin().sum()
-
-    saved: dict[int, int] = {}
-    _count(evaluate, saved, Part({}, {}, torch.ones(100, requires_grad=True), torch.ones(1), {}))
+    given = torch.ones(100, requires_grad=True)
+    with saved_bytes([given]) as saved:
+        large = given * 2
+        loss = (large[:3] * given.sum().expand(3)).sin().sum()
+    loss.backward()
     assert sorted(saved.values()) == [4, 12, 400]
 
 
 @pytest.mark.filterwarnings("ignore:activations of one worker")
+@pytest.mark.filterwarnings("ignore:there is memory for the activations of")
 @pytest.mark.parametrize("name", ALL_LAYERS)
 def test_chunks_change_nothing(name: str, threads: Callable[[int], None]) -> None:
     """Bounded memory makes chunks of fewer workers, which compute the same."""
@@ -255,7 +254,7 @@ def test_chunks_change_nothing(name: str, threads: Callable[[int], None]) -> Non
     task = ALL_LAYERS[name]
     whole = run(make(task, gradients="vmap"), task)
     stacked = 3 * sum(p.nbytes for p in whole.parameters.values())
-    stacked += sum(b.nbytes for b in whole._buffers.values())
+    stacked += sum(b.nbytes for b in whole._replicas.buffers.values())
     seen: set[int] = set()
     for exponent in range(10, 18):
         chunked = run(make(task, memory_gb=(stacked + 2**exponent) / 1e9), task, steps=1)
@@ -465,12 +464,46 @@ def test_embeddings_that_vmap_would_get_wrong_run_in_a_loop(option: dict[str, An
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5, 40])
-def test_timing_changes_nothing(workers: int) -> None:
-    """While both methods are timed, every worker is computed once per step, by either."""
+def test_the_rule_changes_nothing(workers: int) -> None:
+    """Whatever it chooses, every worker is computed once per step, the first step included."""
     auto = run(make(CONVNET, workers, "complete", gradients="auto"), CONVNET, steps=14)
     assert auto.state_dict()["gradients"]["chunk"] is not None
     fixed = run(make(CONVNET, workers, "complete"), CONVNET, steps=14)
     assert_same(auto, fixed, atol=1e-10)
+
+
+class Keeps(nn.Module):
+    """A layer that keeps so many numbers of each worker for its backward pass."""
+
+    def __init__(self, numbers: int) -> None:
+        super().__init__()
+        self._times = numbers // (9 * tasks.BATCH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Compute what is hardly used."""
+        return x + x.repeat(1, self._times).tanh()[:, :9]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "workers", "chunk"),
+    [(30, 3, 0), (30, 4, 4), (30, 40, 40), (20_000, 5, 5), (200_000, 5, 0), (20_000, 200, 67)],
+)
+def test_the_method_follows_from_numbers(numbers: int, workers: int, chunk: int) -> None:
+    """The loop for few workers and large layers, equal chunks in cache for others: by no clock."""
+    task = Task(lambda: nn.Sequential(nn.Linear(9, 9), Keeps(numbers)), tasks.vectors)
+    sim = run(make(task, workers, gradients="auto"), task, steps=1)
+    assert sim.state_dict()["gradients"]["chunk"] == chunk
+
+
+def test_memory_decides_on_chunks_and_not_on_the_method() -> None:
+    """Where there is less than the rule would take, chunks are smaller, and a warning says so."""
+    rich = run(make(gradients="auto"), steps=1).state_dict()
+    stacked = 3 * sum(p.nbytes for p in rich["parameters"].values())
+    worker_bytes = rich["gradients"]["worker_bytes"]
+    poor = make(gradients="auto", memory_gb=(stacked + 2 * 2.5 * worker_bytes) / 1e9)
+    with pytest.warns(UserWarning, match="activations of 2 workers at a time, where 6 would be"):
+        run(poor, steps=1)
+    assert poor.state_dict()["gradients"]["chunk"] == 2
 
 
 def by_shape(params: Any) -> SGD:
@@ -654,7 +687,7 @@ def test_mixing_is_the_matrix_product(text: str, num_workers: int) -> None:
 def test_a_round_without_neighbours_costs_nothing() -> None:
     """Between the averages of local SGD memory is not even read."""
     round = parse("local_sgd(every=4)", 8).round(0)
-    assert _plan(round, torch.float32, torch.device("cpu")) is _nothing
+    assert _kernel_of(round, torch.float32, torch.device("cpu")) is _nothing
 
 
 def test_norms_and_distance_by_their_definitions() -> None:
@@ -730,14 +763,14 @@ def test_a_state_does_not_change_a_method_that_is_fixed(
         assert sim.state_dict()["gradients"]["chunk"] == chunk
 
 
-def test_a_state_of_steps_that_were_timed_decides_nothing() -> None:
-    """A run that continues from one goes on with what it knows, and agrees to rounding."""
-    unknown = run(make(gradients="auto"), steps=1)
-    assert unknown.state_dict()["gradients"]["chunk"] is None
-    timed = run(make(gradients="auto"), steps=14)
-    timed.load_state_dict(copy.deepcopy(unknown.state_dict()))
-    assert timed.state_dict()["gradients"]["chunk"] is not None
-    assert_same(run(timed), run(unknown))
+def test_a_state_without_a_chunk_decides_nothing() -> None:
+    """From before the first step, or of a version that timed methods: what is known here stays."""
+    state = run(make(gradients="auto"), steps=1).state_dict()
+    state["gradients"]["chunk"] = None
+    for steps in (0, 1):
+        sim = run(make(gradients="auto"), steps=steps)
+        sim.load_state_dict(copy.deepcopy(state))
+        assert run(sim, steps=1).state_dict()["gradients"]["chunk"] == 6
 
 
 def test_chunks_of_a_state_keep_to_the_memory_here() -> None:

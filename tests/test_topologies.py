@@ -110,6 +110,33 @@ def test_groups_describe_the_round_they_come_from(text: str, data: st.DataObject
 
 @pytest.mark.parametrize("text", ALL_TOPOLOGIES + VARIANTS)
 @settings(max_examples=10)
+@given(data=st.data(), step=st.integers(0, 50))
+def test_what_is_sent_follows_from_the_matrix(text: str, data: st.DataObject, step: int) -> None:
+    """Equal rows of three or more that are even all-reduce, in a ring; every other edge is sent."""
+    num_workers = data.draw(sizes_of(text))
+    round = parse(text, num_workers).round(step)
+    w = round.matrix().toarray()
+    hears = [frozenset(np.flatnonzero(row).tolist()) for row in w]
+    even = all(np.ptp(row[row > 0]) < 1e-12 for row in w)
+    grouped = even and all(hears[j] == hears[i] for i in range(num_workers) for j in hears[i])
+    reduced = {group for group in hears if grouped and len(group) > 2}
+    sent = {(i, j) for i, j in edges(round) if not any(i in group for group in reduced)}
+    messages, copies = np.zeros(num_workers), np.zeros(num_workers)
+    for _, sender in sent:
+        messages[sender] += 1
+        copies[sender] += 1
+    for group in reduced:
+        messages[[*group]] = (len(group) - 1) + (len(group) - 1)  # to add up, and to hand out
+        copies[[*group]] = messages[[*group]] / len(group)
+    assert {frozenset(group.tolist()) for group in round.reduced_groups()} == reduced
+    assert {(int(r), int(s)) for r, s in zip(*round.messages(), strict=True)} == sent
+    assert round.reduces.tolist() == [any(i in g for g in reduced) for i in range(num_workers)]
+    assert round.messages_sent.tolist() == messages.tolist()
+    np.testing.assert_allclose(round.copies_sent, copies, rtol=1e-12)
+
+
+@pytest.mark.parametrize("text", ALL_TOPOLOGIES + VARIANTS)
+@settings(max_examples=10)
 @given(data=st.data())
 def test_rounds_repeat_after_the_period(text: str, data: st.DataObject) -> None:
     """The period is a promise: transports and models unroll a schedule that far and no further."""

@@ -294,8 +294,8 @@ PROVOKE: dict[str, Callable[[], object]] = {
     "parameters, gradients, buffers and": simulate(memory_gb=1e-6),
     "loss(output, target)": simulate(reduction="none"),
     "mine.toml has": lambda: parse_experiment(EXPERIMENT, "mine.toml"),
-    "there is no method": lambda: fields_of("D_rign", workers=4, epochs=1),
-    "a workload must": lambda: workloads.find("digit-mlp"),
+    "unknown method": lambda: fields_of("D_rign", workers=4, epochs=1),
+    "unknown workload": lambda: workloads.find("digit-mlp"),
     "a profile must be": lambda: read_profile(Path("nowhere.json")),
     "a profile needs": lambda: measure(model := make_model(), sgd(model), "profile.json"),
     "a report is of": lambda: write_report(Path("nowhere")),
@@ -311,7 +311,7 @@ IN_A_FOLDER: dict[str, Callable[[Path], object]] = {
 # Found in the source only, by how they begin, and why.
 FOUND = {
     "DDP and gossip": "test_a_model_in_ddp_is_refused provokes it",
-    "rank … waits for … and failed": "needs a killed process: tests/test_gossip_agreement.py",
+    "rank … waits for … and failed": "needs a killed process: tests/test_gossip_failures.py",
     "a lab must be run as root": "tests/test_lab_cluster.py",
     "a lab needs the program": "tests/test_lab_cluster.py",
     "a lab needs a kernel": "tests/test_lab_cluster.py",

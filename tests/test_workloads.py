@@ -82,5 +82,5 @@ def test_accuracy_counts_all_test_samples_in_parts() -> None:
 
 def test_an_unknown_workload_suggests_the_nearest() -> None:
     """The error of a misspelt name has the name that was meant."""
-    with pytest.raises(UserError, match="got 'digit-mlp'; did you mean 'digits-mlp'"):
+    with pytest.raises(UserError, match=r"workload 'digit-mlp' .did you mean 'digits-mlp'"):
         workloads.find("digit-mlp")

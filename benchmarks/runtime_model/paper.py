@@ -24,9 +24,9 @@ from gossamer.runtime_model.costs import everyone
 from gossamer.runtime_model.methods import DDP, Job, build, gossip, schedule_of
 from gossamer.runtime_model.model import (
     Compute,
-    Exchange,
-    Method,
+    ExchangeTime,
     Order,
+    TimedMethod,
     Trials,
     bucket_wise,
     gamma,
@@ -115,8 +115,8 @@ def _simulate(order: Order, c: float, variance: float, trials: int) -> float:
     compute = Compute(
         forward_s=FORWARD, backward_s=(BACKWARD,) * BUCKETS, update_s=(THETA,) * BUCKETS
     )
-    exchange = Exchange(everyone, np.full((WORKERS, BUCKETS), c))
-    method = Method(order, compute, WORKERS, lambda step: exchange)
+    exchange = ExchangeTime(everyone, np.full((WORKERS, BUCKETS), c))
+    method = TimedMethod(order, compute, WORKERS, lambda step: exchange)
     return predict(method, Trials(draw=gamma(variance), num_trials=trials)).mean_s
 
 

@@ -6,7 +6,8 @@ Figures are plotly's; ``save`` writes them as a page that opens offline, or as a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
@@ -14,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gossamer.errors import UserError
-from gossamer.files import write_whole
+from gossamer.extras import needed_by
+from gossamer.files import write_atomic
 from gossamer.topology import Round, Schedule
-from gossamer.topology.round import FloatArray, IntArray
+from gossamer.topology.arrays import FloatArray, IntArray
 from gossamer.topology.spectrum import consensus_decay
 
 if TYPE_CHECKING:
@@ -116,7 +118,7 @@ def gallery(schedules: Sequence[Schedule], steps: int = 16) -> Figure:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure as .html (self-contained), .png or .svg; the file appears whole or not at all.
+    """Write a figure as .html (self-contained), .png or .svg; the file is atomic.
 
     Images need a Chrome or Chromium on the machine.
     """
@@ -127,7 +129,7 @@ def save(figure: Figure, path: Path) -> None:
         )
     page = kind == "html"
     data = str(figure.to_html(include_plotlyjs=True)).encode() if page else _render(figure, kind)
-    write_whole(path, lambda aside: aside.write_bytes(data))
+    write_atomic(path, lambda aside: aside.write_bytes(data))
 
 
 def thumbnail(schedule: Schedule, color: str, step: int = 0) -> str:
@@ -163,24 +165,30 @@ def thumbnail(schedule: Schedule, color: str, step: int = 0) -> str:
 
 
 def _render(figure: Figure, kind: str) -> bytes:
-    try:
+    with rendering("write .html, which needs neither"):
         return figure.to_image(format=kind, scale=2 if kind == "png" else 1)
+
+
+@contextmanager
+def rendering(otherwise: str) -> Generator[None]:
+    """Let plotly's failure to make an image in this block say what it takes.
+
+    Args:
+        otherwise: what a user can do without a browser.
+    """
+    try:
+        yield
     except (ImportError, RuntimeError, ValueError) as error:
         raise UserError(
             "images are drawn by kaleido in a Chrome or Chromium, and that failed "
-            f"({type(error).__name__}); install chromium and gossamer[bench], "
-            "or write .html, which needs neither"
+            f"({type(error).__name__}); install chromium and gossamer[bench], or {otherwise}"
         ) from error
 
 
 def subplots(**layout: Any) -> Figure:
     """Return an empty figure: plotly's make_subplots, or an error that says what to install."""
-    try:
+    with needed_by("pictures need"):
         from plotly.subplots import make_subplots
-    except ImportError as error:
-        raise UserError(
-            "pictures need plotly, which is not installed; pip install 'gossamer[bench]'"
-        ) from error
     return make_subplots(**layout)
 
 

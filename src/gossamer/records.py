@@ -17,10 +17,27 @@ SCHEMA = 1
 
 Status: TypeAlias = Literal["done", "diverged", "timeout", "error"]
 
+RESULTS: frozenset[Status] = frozenset({"done", "diverged"})
+"""What a run is not tried again after."""
+
 
 class _Record(BaseModel):
     # NaN and infinities stay what they are: a diverged run is a result.
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+
+class WorkloadFacts(BaseModel):
+    """What an analysis has to know of a workload, which may be code that is gone."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    metric_name: str = "metric"
+    higher_is_better: bool = True
+    target: float | None = None
+    """The metric that counts as reached."""
+
+    evaluate_samples: int = 0
+    """Of its recipe."""
 
 
 class Started(_Record):
@@ -33,6 +50,11 @@ class Started(_Record):
     """The specification, with every default filled in."""
 
     environment: dict[str, str]
+    norms_every: int = 0
+    """Steps between two norms that are kept beside the records; 0 where none are."""
+
+    workload_facts: WorkloadFacts | None = None
+    """None in old records."""
 
 
 class Spread(NamedTuple):
@@ -64,7 +86,11 @@ class Step(_Record):
     """Θ: how far the next round of the schedule would move workers."""
 
     dispersion: dict[str, Spread]
-    """Of each parameter tensor; empty where workers hold one model."""
+    """Of each parameter tensor; empty where workers hold one model, and where none were mixed
+    since the record before."""
+
+    dispersion_step: int | None = None
+    """The step that it is of: the last one that was mixed. None in old records: ``step``."""
 
     rounds: int
     """How often this step mixed, or the next one does where exchanges overlap with gradients."""
@@ -82,6 +108,24 @@ class Step(_Record):
     """Time in training steps so far, without evaluation and records."""
 
 
+class Norms(_Record):
+    """L2 norms of every tensor on every replica, just before they are averaged.
+
+    They are much, so they are no line among the other records, but kept in a file of their own.
+    """
+
+    kind: Literal["norms"] = "norms"
+    step: int
+    """Steps taken so far."""
+
+    every: int
+    """Steps between two of them."""
+
+    tensors: list[str]
+    norms: list[list[float]]
+    """Of each tensor those of all workers."""
+
+
 class Evaluation(_Record):
     """The metric on the test data."""
 
@@ -96,6 +140,8 @@ class Evaluation(_Record):
 
     bytes_sent: float
     train_s: float
+    samples: int | None = None
+    """How many of the test samples it is on; None for all of them, as it is at the end."""
 
 
 class Ended(_Record):
@@ -111,7 +157,9 @@ class Ended(_Record):
     """Time in training steps, without evaluation and records."""
 
 
-Record: TypeAlias = Annotated[Started | Step | Evaluation | Ended, Field(discriminator="kind")]
+Record: TypeAlias = Annotated[
+    Started | Step | Norms | Evaluation | Ended, Field(discriminator="kind")
+]
 
 _ADAPTER: TypeAdapter[Record] = TypeAdapter(Record)
 

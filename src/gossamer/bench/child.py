@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
+import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -12,22 +16,32 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gossamer.bench.failure import ended_by
+from gossamer.bench.recording import checkpointing, record_run
 from gossamer.bench.store import Store, StoreError
-from gossamer.engine import RunSpec, run
-from gossamer.engine.lifeline import end_with_parent
-from gossamer.records import Ended, Evaluation, Record, Step
+from gossamer.engine import run
+from gossamer.engine.handover import receive
+from gossamer.lifeline import end_with_parent
+from gossamer.records import Ended, Record
 
 # The first optimizer of a process imports hundreds of modules; here the server does it for all.
 torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
 
+_LAST_WORDS_S = 0.3
+"""How long a process may take to end what it has started, when the runner is gone."""
 
-class Share(NamedTuple):
+
+class Budget(NamedTuple):
     """What one of several runs at a time may take of the machine."""
 
     threads: int
     memory_gb: float | None
     """None where it is not known what is free."""
+
+    norms_mb: float
+    """The most that its norms may take on the disk."""
+
+    checkpoint_s: float
+    """Seconds between two checkpoints; 0 for none."""
 
 
 class Began(NamedTuple):
@@ -51,44 +65,50 @@ class Finished(NamedTuple):
 News = Began | Advanced | Finished | StoreError
 
 
-def run_here(specification: str, folder: str, share: Share, pipe: Connection) -> None:
+def run_here(
+    specification: str, run_id: str, folder: str, budget: Budget, pipe: Connection
+) -> None:
     """Run a specification; write its records, and send how it goes on.
 
-    Ends when the runner is gone: the server that forked it ends with the runner.
+    Its records are those of the run that was planned, also where it cannot be that run here.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the runner decides
     signal.signal(signal.SIGTERM, _leave)
     end_with_parent(signal.SIGTERM)
-    torch.set_num_threads(share.threads)
+    threading.Thread(target=_end_with_runner, daemon=True).start()
+    torch.set_num_threads(budget.threads)
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         pipe.send(Began())
         try:
-            spec = RunSpec.model_validate_json(specification)
-            pipe.send(_write(spec, Store(Path(folder)), share, pipe))
+            store = Store(Path(folder))
+
+            def begin() -> Iterator[Record]:
+                spec = receive(specification, run_id, "since the experiment began")
+                return run(
+                    spec,
+                    memory_gb=budget.memory_gb,
+                    norms_mb=budget.norms_mb,
+                    checkpointing=checkpointing(store, spec, budget.checkpoint_s),
+                )
+
+            outcome = record_run(store, run_id, begin, lambda step: pipe.send(Advanced(step)))
+            pipe.send(Finished(outcome.ended, outcome.metric))
         except StoreError as error:
             pipe.send(error)
 
 
-def _write(spec: RunSpec, store: Store, share: Share, pipe: Connection) -> Finished:
-    ended, metric = Ended(status="error", reason="there was no end"), None
-    with store.writing(spec.id) as write:
-        for record in _records(spec, share):
-            write(record)
-            if isinstance(record, Ended):
-                ended = record
-            elif isinstance(record, Evaluation):
-                metric = record.average
-            elif isinstance(record, Step):
-                pipe.send(Advanced(record.step))
-    return Finished(ended, metric)
+def _end_with_runner() -> None:
+    """End this process when the runner has ended, however it did.
 
-
-def _records(spec: RunSpec, share: Share) -> Iterator[Record]:
-    """Yield the records of a run; what it raises is its end."""
-    try:
-        yield from run(spec, memory_gb=share.memory_gb)
-    except Exception as error:
-        yield ended_by(error)
+    Its parent in the kernel's eyes is the server that forked it, which goes on as long as one of
+    its processes does.
+    """
+    runner = multiprocessing.parent_process()
+    assert runner is not None, "started by a runner"
+    runner.join()
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_LAST_WORDS_S)  # a signal is handled between two calls of torch, and one may be long
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _leave(signum: int, frame: Any) -> None:

@@ -1,22 +1,47 @@
-"""About how long an experiment will take, from a few steps of each kind of run."""
+"""About how long an experiment will take: from records, from a few steps, or by proportion."""
 
 from __future__ import annotations
 
 import itertools
+import math
+import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 
+from gossamer import workloads
+from gossamer.bench.store import Store
 from gossamer.engine import RunSpec, run
-from gossamer.records import Evaluation, Step
+from gossamer.records import Step
 
-_FIRST, _THEN = 6, 4
-"""Steps before the measured ones, in which an engine chooses how to compute, and measured ones."""
+BUDGET_S = 20.0
+"""How long measuring may take, but for the step that it is in."""
+
+_FIRST, _THEN = 2, 4
+"""Steps before the measured ones, of which the first finds out how to compute, and those."""
 
 _START_S = 15.0
 """What torchrun takes to start and end processes."""
+
+
+class Estimate(NamedTuple):
+    """How long all runs take, and where that comes from."""
+
+    seconds: float | None
+    """In training steps; None where too little is known to say."""
+
+    recorded: int
+    """Kinds of run that records tell of."""
+
+    measured: int
+    """Kinds of which steps were taken."""
+
+    guessed: int
+    """Other kinds: from one of those, by parameters, batch and workers."""
 
 
 class _Kind(NamedTuple):
@@ -32,68 +57,143 @@ class _Kind(NamedTuple):
     batch_size: int
     dtype: str
     evaluate_replicas: int
+    engine: str
 
 
-class _Cost(NamedTuple):
-    step_s: float
-    evaluation_s: float
-
-
-def estimate_s(
+def estimate(
     runs: Sequence[RunSpec],
     jobs: int,
+    store: Store,
+    *,
+    budget_s: float = 0.0,
     track: Callable[[Sequence[RunSpec]], Iterable[RunSpec]] = iter,
-) -> float:
-    """Return about how many seconds all runs take.
+) -> Estimate:
+    """Return about how many seconds of training steps all runs take.
 
-    Measures a few steps and an evaluation of one simulated run of each kind. Distributed runs come
-    one after the other, and are taken for simulated ones; no budget is taken into account.
+    Evaluations are not counted, nor what a process takes to start. Distributed runs come one after
+    the other; where there are records of simulated ones alone, they are taken for those. No budget
+    of the experiment is taken into account.
 
     Args:
         runs: all of them.
         jobs: runs at a time.
+        store: where earlier runs may be.
+        budget_s: how long it may take to measure what records do not tell, those kinds first that
+            take the largest part; by default nothing is measured.
         track: yields the runs that are measured, and may show how many are left.
     """
     one_of = {_kind(spec): spec for spec in reversed(runs)}
-    measured = {_kind(spec): _measure(spec) for spec in track(list(one_of.values()))}
-    together = alone = 0.0
+    recorded = _recorded(store, one_of)
+    missing = [spec for kind, spec in one_of.items() if kind not in recorded]
+    measured: dict[_Kind, float] = {}
+    if missing and budget_s > 0:
+        parts: defaultdict[_Kind, float] = defaultdict(float)
+        for spec in runs:
+            parts[_kind(spec)] += _size(spec) * spec.num_steps
+        missing.sort(key=lambda spec: parts[_kind(spec)], reverse=True)
+        measured = _measured(missing, budget_s, track)
+    known = recorded | measured
+    guessed: dict[_Kind, float] = {}
+    for kind, spec in one_of.items():
+        if kind not in known:
+            near = [other for other in known if other.workload == kind.workload]
+            near = near or [*measured]  # of another model: better than nothing, where one asked
+            if not near:
+                return Estimate(None, len(recorded), len(measured), 0)
+            guessed[kind] = _in_proportion(spec, [(one_of[other], known[other]) for other in near])
+    seconds = _total(runs, jobs, known | guessed)
+    return Estimate(seconds, len(recorded), len(measured), len(guessed))
+
+
+def _total(runs: Sequence[RunSpec], jobs: int, step_s: Mapping[_Kind, float]) -> float:
+    together: list[float] = []
+    alone = 0.0
     for spec in runs:
-        step_s, evaluation_s = measured[_kind(spec)]
-        evaluations = -(-spec.epochs // spec.evaluate_every)
-        taken = step_s * spec.num_steps + evaluation_s * evaluations
+        taken = step_s[_kind(spec)] * spec.num_steps
         if spec.engine == "simulated":
-            together += taken
+            together.append(taken)
         else:
             alone += taken + _START_S
-    return together / min(jobs, len(runs)) + alone
+    return max(sum(together) / jobs, max(together, default=0.0)) + alone
 
 
 def _kind(spec: RunSpec) -> _Kind:
     return _Kind(*(getattr(spec, name) for name in _Kind._fields))
 
 
-def _measure(spec: RunSpec) -> _Cost:
-    few = {
+def _size(spec: RunSpec) -> float:
+    """Return what a step's time grows with, roughly, from one kind to another."""
+    return _num_parameters(spec.workload) * spec.batch_size * spec.workers
+
+
+@cache
+def _num_parameters(workload: str) -> int:
+    with torch.random.fork_rng(devices=[]):
+        model = workloads.find(workload).make_model()
+    return max(1, sum(parameter.numel() for parameter in model.parameters()))
+
+
+def _in_proportion(spec: RunSpec, known: Sequence[tuple[RunSpec, float]]) -> float:
+    """Return a step's time from that of the run whose size is nearest, and most else alike."""
+
+    def how_far(other: RunSpec) -> tuple[float, int]:
+        ratio = abs(math.log(_size(spec) / _size(other)))
+        return ratio, sum(a != b for a, b in zip(_kind(spec), _kind(other), strict=True))
+
+    nearest, step_s = min(known, key=lambda pair: how_far(pair[0]))
+    return step_s * _size(spec) / _size(nearest)
+
+
+def _recorded(store: Store, kinds: Container[_Kind]) -> dict[_Kind, float]:
+    """Return a step's time of the kinds that ended runs were of."""
+    found: defaultdict[_Kind, list[float]] = defaultdict(list)
+    for run_id in store.run_ids():
+        started, ended = store.started(run_id), store.ended(run_id)
+        if started is None or ended is None or ended.steps == 0:
+            continue
+        # A field that older records lack makes a kind of no run.
+        kind = _Kind(*(started.spec.get(name) for name in _Kind._fields))  # pyright: ignore[reportArgumentType]
+        if kind in kinds:
+            found[kind].append(ended.train_s / ended.steps)
+    return {kind: statistics.median(times) for kind, times in found.items()}
+
+
+def _measured(
+    specs: Sequence[RunSpec],
+    budget_s: float,
+    track: Callable[[Sequence[RunSpec]], Iterable[RunSpec]],
+) -> dict[_Kind, float]:
+    """Return a step's time of as many as the budget allows; of the first at least."""
+    found: dict[_Kind, float] = {}
+    deadline = time.monotonic() + budget_s
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as each of several runs at a time
+    try:
+        for spec in track(specs):
+            left = deadline - time.monotonic()
+            if left > 0:  # half of it at most, so that something is left for the others
+                found[_kind(spec)] = _measure(spec, left / 2)
+    finally:
+        torch.set_num_threads(threads)
+    return found
+
+
+def _measure(spec: RunSpec, most_s: float) -> float:
+    """Return what a step takes, from one step at least, and more while there is time."""
+    few: dict[str, Any] = {
         "engine": "simulated",
         "epochs": 1,
         "steps_per_epoch": _FIRST + _THEN,
         "log_every": 1,
         **dict.fromkeys(("max_steps", "max_bytes", "max_train_s")),
     }
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as each of several runs at a time
-    try:
-        times: dict[int, float] = {}
-        last_s = evaluated_s = 0.0
-        for record in run(RunSpec.model_validate(spec.model_dump() | few)):
-            now = time.perf_counter()
-            if isinstance(record, Step):
-                times[record.step] = record.train_s
-                last_s = now
-            elif isinstance(record, Evaluation):
-                evaluated_s = now - last_s
-    finally:
-        torch.set_num_threads(threads)
-    # A run that diverges has fewer steps.
-    steps = [b - a for a, b in itertools.pairwise(times.values())] or list(times.values())
-    return _Cost(sum(steps[-_THEN:]) / len(steps[-_THEN:]), evaluated_s)
+    began = time.monotonic()
+    times = [0.0]
+    for record in run(RunSpec.model_validate(spec.model_dump() | few)):
+        if isinstance(record, Step):
+            times.append(record.train_s)
+            # Left before the evaluation, which may take longer than all steps.
+            if len(times) > _FIRST + _THEN or time.monotonic() - began > most_s:
+                break
+    steps = [after - before for before, after in itertools.pairwise(times)]
+    return statistics.fmean(steps[1:][-_THEN:] or steps)

@@ -19,6 +19,7 @@ workers = 8
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 from collections.abc import Mapping
@@ -30,6 +31,7 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    NonNegativeFloat,
     PositiveFloat,
     PositiveInt,
     model_validator,
@@ -39,8 +41,6 @@ from gossamer.bench.strict import validated
 from gossamer.errors import UserError
 
 _Item = TypeVar("_Item")
-
-_PROFILE = re.compile(r"""(?P<key>\bprofile\s*=\s*)(?P<quote>["'])(?P<path>.+?)(?P=quote)""")
 
 
 def _listed(value: Any) -> Any:
@@ -87,7 +87,7 @@ class Budget(_Strict):
     """Seconds that steps would take in the job of ``profile``, by the runtime model."""
 
     profile: str | None = None
-    """A file of ``gossamer profile``; its path is from the folder of the experiment's file."""
+    """A file of ``gossamer profile``; its path is from the experiment's folder."""
 
     @model_validator(mode="after")
     def _check(self) -> Budget:
@@ -129,8 +129,15 @@ class Experiment(Block):
     timeout_s: PositiveFloat | None = None
     """The longest that one run may take."""
 
+    norms_mb: NonNegativeFloat = 50.0
+    """The most that the norms of one run may take on the disk; 0 keeps none."""
+
+    folder: str = ""
+    """Where paths of profiles and plug-ins start, itself from where the file lies, which it is by
+    default."""
+
     text: str = ""
-    """The file, as it was but for the paths of profiles, which are whole."""
+    """The file, with its folder: it is kept beside the runs and read again."""
 
     @property
     def blocks(self) -> list[Block]:
@@ -162,23 +169,39 @@ def load(path: Path) -> Experiment:
             f"an experiment must be a TOML file that can be read, got {path}: {why}; "
             "docs/dbench.md shows how to write one"
         ) from None
-    return parse(_with_places(text, path.parent), path.name)
+    return parse(text, path.name, path.parent)
 
 
-def _with_places(text: str, folder: Path) -> str:
-    """Return a text whose profiles lie where they do from its own folder.
+def parse(text: str, where: str, folder: Path | None = None) -> Experiment:
+    """Return the experiment that a string describes.
 
-    The text is kept beside the runs, and read again from there.
+    Args:
+        text: TOML.
+        where: what errors call it.
+        folder: where paths start, unless it says so itself; by default the current folder.
     """
-    return _PROFILE.sub(
-        lambda found: f'{found["key"]}"{(folder / found["path"]).absolute()}"', text
-    )
-
-
-def parse(text: str, where: str) -> Experiment:
-    """Return the experiment that a text describes."""
     try:
         given = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UserError(f"{where} must be TOML, got {error}; correct it") from None
+    place = (folder or Path.cwd()).resolve()
+    if "folder" not in given:
+        # Always: what a method returns may have paths, too.
+        given["folder"] = str(place)
+        text = f"folder = {json.dumps(given['folder'], ensure_ascii=False)}\n{text}"
+    elif isinstance(given["folder"], str) and not Path(given["folder"]).is_absolute():
+        given["folder"] = str(place / given["folder"])
+        text = _with_folder(text, given["folder"], where)
     return validated(Experiment, given | {"text": text}, where)
+
+
+def _with_folder(text: str, folder: str, where: str) -> str:
+    """Return an experiment that says where its folder is from wherever it is kept."""
+    line = f"folder = {json.dumps(folder, ensure_ascii=False)}"
+    changed = re.sub(r"^\s*folder\s*=.*$", lambda _: line, text, count=1, flags=re.MULTILINE)
+    if tomllib.loads(changed).get("folder") != folder:
+        raise UserError(
+            f'{where}: folder must be on a line of its own, as folder = "plug-ins", got it '
+            "otherwise; write it so, above all tables"
+        )
+    return changed

@@ -13,7 +13,12 @@ from gossamer.bench.methods import fields_of
 from gossamer.bench.modelled import ModelledTime
 from gossamer.bench.strict import validated
 from gossamer.engine import RunSpec
+from gossamer.engine.parts import with_absolute_paths
 from gossamer.errors import ImpossibleError, UserError, nearest
+from gossamer.registry import absolute, shorten
+
+_TAKEN = {"workload", "workers", "engine", "seed", "method"}
+"""Fields that an experiment's own keys set."""
 
 
 class Skipped(NamedTuple):
@@ -32,11 +37,12 @@ class Matrix(NamedTuple):
 
 def expand(experiment: Experiment) -> Matrix:
     """Return the runs of an experiment; refuse it as a whole where one of them cannot be."""
-    excluded = _Excluded(experiment.exclude)
+    folder = Path(experiment.folder)
+    excluded = _Excluded([_absolute(pattern, folder) for pattern in experiment.exclude])
     runs: dict[str, RunSpec] = {}
     skipped: list[Skipped] = []
-    limits = ((block, _limiter(block.budget)) for block in experiment.blocks)
-    points = ((fields, limited) for block, limited in limits for fields in _points(block))
+    limits = ((block, _limiter(block.budget, folder)) for block in experiment.blocks)
+    points = ((fields, limited) for block, limited in limits for fields in _points(block, folder))
     for fields, limited in points:
         if excluded.covers(fields):
             continue
@@ -64,6 +70,13 @@ def _add(runs: dict[str, RunSpec], spec: RunSpec) -> None:
             f"methods with two names must differ, got {same.method!r} and {spec.method!r}, which "
             "are the same run; leave one of them out"
         )
+
+
+def _absolute(pattern: Mapping[str, list[Any]], folder: Path) -> dict[str, list[Any]]:
+    return {
+        name: [with_absolute_paths({name: value}, folder)[name] for value in values]
+        for name, values in pattern.items()
+    }
 
 
 class _Excluded:
@@ -95,7 +108,7 @@ class _Excluded:
                 )
 
 
-def _points(block: Block) -> Iterator[dict[str, Any]]:
+def _points(block: Block, folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the fields of every run of a block, those that differ most slowly first."""
     _check_fields(block)
     axes: list[list[tuple[str, Any]]] = [
@@ -114,14 +127,18 @@ def _points(block: Block) -> Iterator[dict[str, Any]]:
                 **block.run,
                 **dict(chosen),
             }
-            usual = workloads.find(workload).recipe.epochs
+            usual = workloads.find(absolute(workload, folder)).recipe.epochs
             epochs = {**common, **method.fields}.get("epochs", usual)
-            yield {
+            epochs = epochs if isinstance(epochs, int) else usual
+            own = fields_of(method.method, workers, epochs, folder)
+            _check_method(method.name, own, block)
+            fields = {
                 **common,
-                **fields_of(method.method, workers, epochs if isinstance(epochs, int) else usual),
+                **own,
                 **method.fields,
                 "method": method.name,
             }
+            yield with_absolute_paths(fields, folder)
 
 
 def _budget(block: Block) -> dict[str, float]:
@@ -132,11 +149,11 @@ def _budget(block: Block) -> dict[str, float]:
     return {name: limit for name, limit in limits.items() if limit is not None}
 
 
-def _limiter(budget: Budget) -> Callable[[RunSpec], RunSpec]:
+def _limiter(budget: Budget, folder: Path) -> Callable[[RunSpec], RunSpec]:
     """Return what limits a run's steps to those that fit into the budget's modelled time."""
     if budget.modelled_s is None or budget.profile is None:
         return lambda spec: spec
-    modelled = ModelledTime(budget.modelled_s, Path(budget.profile))
+    modelled = ModelledTime(budget.modelled_s, folder / budget.profile)
 
     def limited(spec: RunSpec) -> RunSpec:
         steps = modelled.steps_of(spec)
@@ -148,8 +165,7 @@ def _limiter(budget: Budget) -> Callable[[RunSpec], RunSpec]:
 
 def _check_fields(block: Block) -> None:
     """Refuse what is no field of a run, and a field that is set in two places."""
-    taken = {"workload", "workers", "engine", "seed", "method"}
-    free = [name for name in RunSpec.model_fields if name not in taken]
+    free = [name for name in RunSpec.model_fields if name not in _TAKEN]
     for name in itertools.chain(block.run, block.axes, *(m.fields for m in block.methods)):
         if name not in free:
             raise UserError(f"a run has no field {name!r} to set; {nearest(name, free)}")
@@ -161,5 +177,15 @@ def _check_fields(block: Block) -> None:
             )
 
 
+def _check_method(name: str, fields: Mapping[str, Any], block: Block) -> None:
+    """Refuse what a method sets that the experiment decides: runs would not be those it lists."""
+    for field in fields:
+        if field in _TAKEN or field in block.axes:
+            raise UserError(
+                f"a method must leave to the experiment what it compares, got {field!r} from "
+                f"{name!r}; return other fields"
+            )
+
+
 def _described(fields: Mapping[str, Any]) -> str:
-    return f"{fields['method']} on {fields['workers']} workers of {fields['workload']}"
+    return f"{fields['method']} on {fields['workers']} workers of {shorten(fields['workload'])}"

@@ -12,39 +12,43 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
-from inspect import signature
+from pathlib import Path
 from typing import Any
 
 from gossamer.engine import CENTRALIZED
-from gossamer.errors import UserError, nearest
-from gossamer.topology import CATALOGUE
-from gossamer.topology.catalogue import read_call
+from gossamer.registry import Registry, absolute
+from gossamer.topology.catalogue import TOPOLOGY_REGISTRY
 
 _ADA_SHARE = 9
 """Ada's first degree at 1008 workers is 112, at 96 about 10: a ninth of the workers."""
 
+_UNDER_ATC = "D_"
 
-def fields_of(method: str, workers: int, epochs: int) -> dict[str, Any]:
+
+def fields_of(method: str, workers: int, epochs: int, folder: Path | None = None) -> dict[str, Any]:
     """Return what a method sets in the specification of a run.
+
+    Args:
+        method: its name, with arguments where it takes any.
+        workers: of the run.
+        epochs: of the run.
+        folder: from which paths of plug-ins are given; by default the current one.
 
     >>> fields_of("D_lattice(k=4)", workers=16, epochs=10)
     {'topology': 'lattice(k=4)', 'order': 'atc'}
     """
-    name, positional, named = read_call(method, "a method")
     text = method.strip()
-    if name not in NAMES:
-        raise UserError(f"there is no method {name!r}; {nearest(name, NAMES)}")
-    if name in _SPECIAL:
-        build = partial(_SPECIAL[name], workers, epochs)
-        try:
-            return build(*positional, **named)
-        except TypeError as error:
-            takes = ", ".join(list(signature(build).parameters)) or "no arguments"
-            raise UserError(f"{name} takes {takes}, got {text!r}: {error}") from None
-    if name.startswith("D_") or name == "local_sgd":
-        return {"topology": text.removeprefix("D_"), "order": "atc"}
-    return {"topology": text}
+    under_atc = text.startswith(_UNDER_ATC)
+    named = absolute(text.removeprefix(_UNDER_ATC), folder or Path.cwd())
+    call = METHOD_REGISTRY.read(named)
+    if not under_atc and METHOD_REGISTRY.has(call.name):
+        return METHOD_REGISTRY.bind(call).make(workers, epochs)
+    if TOPOLOGY_REGISTRY.has(call.name):
+        atc = under_atc or call.name == "local_sgd"
+        return {"topology": named, "order": "atc"} if atc else {"topology": named}
+    topologies = TOPOLOGY_REGISTRY.names
+    names = [*METHOD_REGISTRY.names, *(_UNDER_ATC + name for name in topologies), *topologies]
+    raise METHOD_REGISTRY.unknown(text.partition("(")[0], names)
 
 
 def _centralized(workers: int, epochs: int, /) -> dict[str, Any]:
@@ -52,7 +56,7 @@ def _centralized(workers: int, epochs: int, /) -> dict[str, Any]:
 
 
 def _ada(
-    workers: int, epochs: int, /, k0: int | None = None, gamma: float | None = None
+    workers: int, epochs: int, /, k0: int | None = None, gamma: int | float | None = None
 ) -> dict[str, Any]:
     k0 = max(4, workers // _ADA_SHARE // 2 * 2) if k0 is None else k0
     if gamma is None:  # the ring in the last epoch
@@ -71,9 +75,20 @@ def _diloco(
     }
 
 
-_SPECIAL: dict[str, Callable[..., dict[str, Any]]] = {
+# A new method is one function and one row here.
+METHODS: dict[str, Callable[..., dict[str, Any]]] = {
     "C_complete": _centralized,
     "Ada": _ada,
     "DiLoCo": _diloco,
 }
-NAMES = [*_SPECIAL, *(f"D_{name}" for name in CATALOGUE), *CATALOGUE]
+
+METHOD_REGISTRY: Registry[dict[str, Any]] = Registry(
+    kind="method",
+    table=METHODS,
+    group="gossamer.methods",
+    example="C_complete, D_ring or Ada(k0=10)",
+    makes=(dict,),
+    given=2,
+    remedy=f"return fields of a run; before a topology of yours write {_UNDER_ATC}",
+)
+"""Functions of the numbers of workers and of epochs that return fields of a ``RunSpec``."""

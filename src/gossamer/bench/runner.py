@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import multiprocessing
-import os
 import signal
 import time
 from collections import deque
@@ -19,11 +18,18 @@ from typing import Protocol, final
 from gossamer.bench import child
 from gossamer.bench.experiment import Experiment
 from gossamer.bench.matrix import expand
+from gossamer.bench.norms import affordable
+from gossamer.bench.planned import planned_runs
 from gossamer.bench.store import Store, StoreError
+from gossamer.bench.threads import count_cores, threads_per_run, variables_of_runs
 from gossamer.engine import RunSpec
+from gossamer.engine.checkpoints import EVERY_S
 from gossamer.engine.environment import environment
-from gossamer.records import Ended, Started, Status
-from gossamer.simulate.memory import free_bytes
+from gossamer.memory import free_bytes
+from gossamer.records import RESULTS, Ended, Started, Status
+
+_ON_A_LIFELINE = "gossamer.fork_server"
+"""A name: the module is not for this process to import."""
 
 _POLL_S = 0.2
 _LAST_WORDS_S = 10.0
@@ -57,8 +63,9 @@ def run_experiment(
     *,
     jobs: int | None = None,
     retry: bool = False,
+    checkpoint_s: float = EVERY_S,
 ) -> None:
-    """Run what has not ended yet.
+    """Run what has not ended yet; what was cut off goes on from its checkpoint.
 
     Args:
         experiment: what is compared.
@@ -66,9 +73,12 @@ def run_experiment(
         listener: who is told.
         jobs: runs at a time; by default as many as there are cores. Distributed runs come alone.
         retry: run those again that failed; what is known of them is kept.
+        checkpoint_s: seconds between two checkpoints of a run; 0 for none.
     """
-    runs = expand(experiment).runs
-    with store.locked(experiment.text):
+    matrix = expand(experiment)
+    runs = matrix.runs
+    with store.locked(experiment.text, planned_runs(matrix).model_dump_json()):
+        store.drop_checkpoints([spec.id for spec in runs if is_pending(store, spec, retry=True)])
         pending = [spec for spec in runs if is_pending(store, spec, retry=retry)]
         for spec in pending:
             store.set_aside(spec.id)
@@ -77,23 +87,29 @@ def run_experiment(
         for engine, most in (("simulated", jobs or cores), ("distributed", 1)):
             chosen = deque(spec for spec in pending if spec.engine == engine)
             if chosen:
-                _Pool(store, listener, min(most, len(chosen)), experiment.timeout_s).run(chosen)
+                most = min(most, len(chosen))
+                # A distributed run's ranks share the cores, whoever else does.
+                threads = threads_per_run(most if engine == "simulated" else cores)
+                budget = _budget(most, threads, experiment.norms_mb, checkpoint_s)
+                _Pool(store, listener, most, budget, experiment.timeout_s).run(chosen)
 
 
-def count_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0))
+def _budget(jobs: int, threads: int, norms_mb: float, checkpoint_s: float) -> child.Budget:
+    """Return what each of so many runs at a time may take."""
+    free_gb = free_bytes() / 1e9 / jobs
+    memory_gb = free_gb if math.isfinite(free_gb) else None
+    return child.Budget(threads, memory_gb, affordable(norms_mb), checkpoint_s)
 
 
 def is_pending(store: Store, spec: RunSpec, *, retry: bool) -> bool:
     """Return whether a run is still to be done."""
     ended = store.ended(spec.id)
-    return ended is None or (retry and ended.status in ("error", "timeout"))
+    return ended is None or (retry and ended.status not in RESULTS)
 
 
 @final
 @dataclass
-class _Job:
+class _ActiveRun:
     """A run that goes on."""
 
     spec: RunSpec
@@ -108,101 +124,100 @@ class _Pool:
     """Processes that each do one run, so many at a time."""
 
     def __init__(
-        self, store: Store, listener: Listener, jobs: int, timeout_s: float | None
+        self,
+        store: Store,
+        listener: Listener,
+        jobs: int,
+        budget: child.Budget,
+        timeout_s: float | None,
     ) -> None:
         self._store = store
         self._listener = listener
         self._most = jobs
-        free = free_bytes() / 1e9 / jobs
-        self._share = child.Share(
-            max(1, count_cores() // jobs), free if math.isfinite(free) else None
-        )
+        self._budget = budget
         self._timeout_s = timeout_s or math.inf
-        self._jobs: list[_Job] = []
+        self._active: list[_ActiveRun] = []
         self._context = _forkserver()
 
     def run(self, pending: deque[RunSpec]) -> None:
         """Do all of them."""
         try:
-            while pending or self._jobs:
-                while pending and len(self._jobs) < self._most:
+            while pending or self._active:
+                while pending and len(self._active) < self._most:
                     self._start(pending.popleft())
-                ready = wait([job.pipe for job in self._jobs], timeout=_POLL_S)
-                for job in [job for job in self._jobs if job.pipe in ready]:
-                    self._receive(job)
-                for job in [*self._jobs]:
-                    if time.monotonic() - job.began > self._timeout_s:
-                        self._stop(job)
-                        self._conclude(job, "timeout", f"took more than {self._timeout_s:g} s")
+                ready = wait([active.pipe for active in self._active], timeout=_POLL_S)
+                for active in [active for active in self._active if active.pipe in ready]:
+                    self._receive(active)
+                for active in [*self._active]:
+                    if time.monotonic() - active.began > self._timeout_s:
+                        self._stop(active)
+                        self._conclude(active, "timeout", f"took more than {self._timeout_s:g} s")
         finally:
-            for job in self._jobs:
-                job.process.terminate()  # all, before the first is waited for
-            for job in [*self._jobs]:
-                self._stop(job)
+            for active in self._active:
+                active.process.terminate()  # all, before the first is waited for
+            for active in [*self._active]:
+                self._stop(active)
 
     def _start(self, spec: RunSpec) -> None:
         here, there = self._context.Pipe(duplex=False)
         process = self._context.Process(
             target=child.run_here,
-            args=(spec.model_dump_json(), str(self._store.folder), self._share, there),
+            args=(spec.model_dump_json(), spec.id, str(self._store.folder), self._budget, there),
         )
         process.start()
         there.close()
-        self._jobs.append(_Job(spec, process, here))
+        self._active.append(_ActiveRun(spec, process, here))
         self._listener.started(spec)
 
-    def _receive(self, job: _Job) -> None:
+    def _receive(self, active: _ActiveRun) -> None:
         try:
-            news: child.News = job.pipe.recv()
+            news: child.News = active.pipe.recv()
         except (EOFError, OSError):
-            self._stop(job)
-            self._conclude(job, "error", _how_it_died(job.process))
+            self._stop(active)
+            self._conclude(active, "error", _how_it_died(active.process))
             return
         if isinstance(news, StoreError):
             raise news
         if isinstance(news, child.Began):
-            job.began = time.monotonic()
+            active.began = time.monotonic()
         elif isinstance(news, child.Advanced):
-            self._listener.advanced(job.spec, news.step)
+            self._listener.advanced(active.spec, news.step)
         else:
-            self._stop(job)
-            self._listener.ended(job.spec, news.ended, news.metric)
+            self._stop(active)
+            self._listener.ended(active.spec, news.ended, news.metric)
 
-    def _conclude(self, job: _Job, status: Status, reason: str) -> None:
+    def _conclude(self, active: _ActiveRun, status: Status, reason: str) -> None:
         """Write the end of a run that could not."""
-        spec = job.spec
+        spec = active.spec
         ended = Ended(status=status, reason=reason)
-        started = Started(run_id=spec.id, spec=spec.model_dump(), environment=environment())
-        self._store.conclude(started, job.process.pid or 0, ended)
+        where = environment() | {"threads": str(self._budget.threads)} | spec.sources
+        started = Started(
+            run_id=spec.id,
+            spec=spec.model_dump(),
+            environment=where,
+            workload_facts=spec.workload_facts,
+        )
+        self._store.conclude(started, active.process.pid or 0, ended)
         # It may have come to its own end in the last moment.
         self._listener.ended(spec, self._store.ended(spec.id) or ended, None)
 
-    def _stop(self, job: _Job) -> None:
+    def _stop(self, active: _ActiveRun) -> None:
         """End a process, if it has not ended; wait for it."""
-        self._jobs.remove(job)
-        job.process.terminate()
-        job.process.join(_LAST_WORDS_S)
-        if job.process.is_alive():
-            job.process.kill()
-            job.process.join()
-        job.pipe.close()
+        self._active.remove(active)
+        active.process.terminate()
+        active.process.join(_LAST_WORDS_S)
+        if active.process.is_alive():
+            active.process.kill()
+            active.process.join()
+        active.pipe.close()
 
 
 def _forkserver() -> ForkServerContext:
-    """Return what starts processes that have imported torch, which takes seconds, already.
-
-    numpy's threads are counted when it is imported: one, because runs share the cores.
-    """
+    """Return what starts processes that have imported torch, which takes seconds, already."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([child.__name__, "sklearn.datasets"])
-    given = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
+    context.set_forkserver_preload([_ON_A_LIFELINE, child.__name__, "sklearn.datasets"])
+    with variables_of_runs():
         forkserver.ensure_running()
-    finally:
-        del os.environ["OMP_NUM_THREADS"]
-        if given is not None:
-            os.environ["OMP_NUM_THREADS"] = given
     return context
 
 

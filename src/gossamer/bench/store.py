@@ -1,12 +1,17 @@
 """The folder of an experiment: one file of records per run, and nothing half-written.
 
     experiment.toml                 what is compared
+    planned.json                    its runs, as gossamer.bench.planned reads them
     runs/<id>.jsonl                 a run that came to an end, whichever
     runs/<id>.<process>.part        a run that goes on, or was cut off
+    norms/<id>.parquet              its norms, where they are kept: there before the run's file
+    norms/<id>.<process>.part       those of a run that goes on, or was cut off
+    checkpoints/<id>/               where it goes on from, as gossamer.engine writes it
     failures/<id>.<number>.jsonl    earlier attempts of runs that were tried again
+    failures/<id>.<number>.parquet  and their norms
 
 A run's file gets its name when its last record is on the disk. So a folder can be killed at any
-moment: what is there is whole, and what is not is run again.
+moment: what is there is whole, and what is not is run again, from its checkpoint where it has one.
 """
 
 from __future__ import annotations
@@ -14,12 +19,18 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-from collections.abc import Callable, Generator, Iterator
+import shutil
+from collections.abc import Callable, Collection, Generator, Iterator
 from pathlib import Path
-from typing import NamedTuple, TypeAlias, final
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, final
 
+from gossamer.bench.norms import NormsPart, read_norms
 from gossamer.errors import UserError
-from gossamer.records import Ended, Record, Started, from_line, to_line
+from gossamer.files import sync_folder
+from gossamer.records import Ended, Norms, Record, Started, from_line, to_line
+
+if TYPE_CHECKING:
+    import polars as pl
 
 _TAIL = 8192
 """Bytes at the end of a file in which its last line lies, or it is read whole."""
@@ -34,7 +45,7 @@ class StoreError(UserError):
 
 
 class Story(NamedTuple):
-    """What is known of one run."""
+    """What a folder tells of one run: its records in order, to the end or as far as they reach."""
 
     run_id: str
     records: list[Record]
@@ -58,17 +69,21 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._planned = folder / "planned.json"
         self._runs = folder / "runs"
+        self._norms = folder / "norms"
         self._failures = folder / "failures"
+        self._checkpoints = folder / "checkpoints"
 
     # - The whole
 
     @contextlib.contextmanager
-    def locked(self, text: str) -> Generator[None]:
+    def locked(self, text: str, plan: str | None = None) -> Generator[None]:
         """Be the only one that runs an experiment here.
 
         Args:
             text: of the experiment, kept beside its runs.
+            plan: which runs it has; without, one of before is removed, which may be of others.
         """
         with _explained(self.folder):
             self._runs.mkdir(parents=True, exist_ok=True)
@@ -82,17 +97,28 @@ class Store:
                     "the other to end, or choose another folder with --out"
                 ) from None
             with _explained(self.folder):
-                for part in self._runs.glob("*.part"):
-                    part.unlink()  # first: where the disk is full, this makes room
-                aside = self.folder / "experiment.toml.part"
-                aside.write_text(text)
-                aside.replace(self.experiment_path)
+                for part in [*self._runs.glob("*.part"), *self._norms.glob("*.part")]:
+                    # A run that goes on inside itself yields its records again, but not its norms.
+                    goes_on = part.parent == self._norms and self._has_checkpoint(part)
+                    if not goes_on:
+                        part.unlink()  # first: where the disk is full, this makes room
+                self._planned.unlink(missing_ok=True)  # first: it never stands beside another text
+                _replace(self.experiment_path, text)
+                if plan is not None:
+                    _replace(self._planned, plan)
             yield
 
     @property
     def experiment_path(self) -> Path:
         """Where the text of the experiment is kept."""
         return self.folder / "experiment.toml"
+
+    def planned(self) -> str | None:
+        """Return which runs the experiment has, as it was given; None where it was not."""
+        try:
+            return self._planned.read_text(errors="replace")
+        except FileNotFoundError:
+            return None
 
     def run_ids(self) -> list[str]:
         """Return the runs that have a file, whole or in part."""
@@ -110,7 +136,27 @@ class Store:
             found.setdefault(path.name.split(".")[0], []).append(stamp)
         return {run_id: tuple(stamps) for run_id, stamps in found.items()}
 
+    def drop_checkpoints(self, but: Collection[str]) -> None:
+        """Remove what no run goes on from any more.
+
+        Args:
+            but: runs whose checkpoints stay.
+        """
+        for path in self._checkpoints.glob("*"):
+            if path.name not in but:
+                self.drop_checkpoint(path.name)
+
     # - One run
+
+    def checkpoint_folder(self, run_id: str) -> Path:
+        """Return where a run keeps its checkpoint."""
+        return self._checkpoints / run_id
+
+    def drop_checkpoint(self, run_id: str) -> None:
+        """Remove the checkpoint of a run that came to its end."""
+        shutil.rmtree(self.checkpoint_folder(run_id), ignore_errors=True)
+        with contextlib.suppress(OSError):  # other runs have theirs, or there was none
+            self._checkpoints.rmdir()
 
     def ended(self, run_id: str) -> Ended | None:
         """Return how a run ended, from the last line of its file alone; None where it did not."""
@@ -126,6 +172,15 @@ class Store:
         except (UserError, UnicodeDecodeError):
             return self.read(run_id).ended  # a long last line, or a damaged one
         return record if isinstance(record, Ended) else None
+
+    def started(self, run_id: str) -> Started | None:
+        """Return how a run began that has ended, from the first line of its file alone."""
+        try:
+            with self._path(run_id).open() as file:
+                record = from_line(file.readline())
+        except (FileNotFoundError, UnicodeDecodeError, UserError):
+            return None
+        return record if isinstance(record, Started) else None
 
     def read(self, run_id: str) -> Story:
         """Return the records of a run, as far as they can be read."""
@@ -149,15 +204,40 @@ class Store:
         """Yield all runs."""
         return map(self.read, self.run_ids())
 
+    def norms(self, run_id: str) -> pl.DataFrame | None:
+        """Return the L2 norm of every tensor on every replica, just before they were averaged.
+
+        Columns step, tensor, worker and norm, in this order; None where the run has not ended, or
+        has none. Of which steps they are, and why, says ``norms_every`` of its first record.
+        """
+        path = self.norms_path(run_id)
+        if not path.exists() or self.ended(run_id) is None:
+            return None
+        with _explained(path):
+            return read_norms(path)
+
+    def norms_path(self, run_id: str) -> Path:
+        """Return where a run's norms are, where it has any."""
+        return self._norms / f"{run_id}.parquet"
+
     @contextlib.contextmanager
     def writing(self, run_id: str) -> Generator[Callable[[Record], None]]:
         """Write the records of a run; they count when the block ends without an exception."""
         part = self._part(run_id, os.getpid())
+        norms = self._norms_part(run_id, os.getpid())
         with _explained(part):
             lines = part.open("w")
+            for cut_off in self._norms.glob(f"{run_id}.*.part"):
+                norms.take_over(cut_off)
+            self.norms_path(run_id).unlink(missing_ok=True)  # of what ended without a file
 
         def write(record: Record) -> None:
             with _explained(part):
+                if isinstance(record, Norms):
+                    norms.write(record)
+                    return
+                if isinstance(record, Ended):
+                    norms.cut(record.steps)
                 lines.write(to_line(record) + "\n")
                 lines.flush()
 
@@ -165,9 +245,11 @@ class Store:
             yield write
             with _explained(part):
                 os.fsync(lines.fileno())
+                norms.finish(self.norms_path(run_id))
         finally:
-            with contextlib.suppress(OSError):  # of a full disk, once more
-                lines.close()
+            for file in (lines, norms):
+                with contextlib.suppress(OSError):  # of a full disk, once more
+                    file.close()
         self._settle(part, run_id)
 
     def conclude(self, started: Started, process: int, ended: Ended) -> None:
@@ -176,6 +258,9 @@ class Store:
             return
         part = self._part(started.run_id, process)
         with _explained(part):
+            norms = self._norms_part(started.run_id, process)
+            if not self.checkpoint_folder(started.run_id).exists():
+                norms.discard()
             written = part.read_bytes() if part.exists() else b""
             whole = written[: written.rfind(b"\n") + 1] or f"{to_line(started)}\n".encode()
             with part.open("wb") as file:
@@ -192,22 +277,32 @@ class Store:
             self._failures.mkdir(exist_ok=True)
             before = [path.name.split(".")[1] for path in self._failures.glob(f"{run_id}.*.jsonl")]
             number = 1 + max(map(int, before), default=0)
+            if self.norms_path(run_id).exists():
+                self.norms_path(run_id).rename(self._failures / f"{run_id}.{number}.parquet")
             self._path(run_id).rename(self._failures / f"{run_id}.{number}.jsonl")
+
+    def _has_checkpoint(self, part: Path) -> bool:
+        return self.checkpoint_folder(part.name.split(".")[0]).exists()
 
     def _settle(self, part: Path, run_id: str) -> None:
         with _explained(part):
             part.replace(self._path(run_id))
-            folder = os.open(self._runs, os.O_RDONLY)
-            try:
-                os.fsync(folder)
-            finally:
-                os.close(folder)
+            sync_folder(self._runs)
 
     def _path(self, run_id: str) -> Path:
         return self._runs / f"{run_id}.jsonl"
 
     def _part(self, run_id: str, process: int) -> Path:
         return self._runs / f"{run_id}.{process}.part"
+
+    def _norms_part(self, run_id: str, process: int) -> NormsPart:
+        return NormsPart(self._norms / f"{run_id}.{process}.part")
+
+
+def _replace(path: Path, text: str) -> None:
+    aside = path.with_name(f"{path.name}.part")
+    aside.write_text(text)
+    aside.replace(path)
 
 
 def _modified(path: Path) -> float:
@@ -220,6 +315,6 @@ def _explained(path: Path) -> Generator[None]:
         yield
     except OSError as error:
         raise StoreError(
-            f"records must be kept in {path}, got: {error.strerror}; make room or choose another "
-            "folder with --out, and start again: runs that ended are kept"
+            f"records must be kept in {path}, got: {error.strerror or error}; make room or choose "
+            "another folder with --out, and start again: runs that ended are kept"
         ) from error

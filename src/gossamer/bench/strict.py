@@ -27,7 +27,7 @@ def validated(model: type[_Model], given: Mapping[str, Any], where: str) -> _Mod
         first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
         cause = first.get("ctx", {}).get("error")
         if isinstance(cause, UserError):
-            raise type(cause)(f"{where}: {cause}") from None
+            raise type(cause)(f"{where}: {cause}") from cause
         key = ".".join(map(str, first["loc"]))
         if first["type"] == "extra_forbidden":
             hint = nearest(str(first["loc"][-1]), model.model_fields)

@@ -24,6 +24,7 @@ from gossamer.errors import UserError
 
 if TYPE_CHECKING:
     from gossamer.bench import Experiment, Matrix, Store
+    from gossamer.bench.planned import PlannedRun, PlannedRuns
     from gossamer.engine import RunSpec
 
 bench_app = typer.Typer(cls=Group, no_args_is_help=True)
@@ -31,6 +32,9 @@ bench_app = typer.Typer(cls=Group, no_args_is_help=True)
 File = Annotated[
     Path,
     typer.Argument(help="The experiment, a TOML file.", autocompletion=complete_experiment),
+]
+Out = Annotated[
+    Path | None, typer.Option(help="Where records are kept.", show_default="results/NAME")
 ]
 Jobs = Annotated[int | None, typer.Option(min=1, help="Runs at a time; by default one per core.")]
 
@@ -52,21 +56,29 @@ def describe() -> None:
 @bench_app.command("expand", cls=Verb)
 def expand_command(
     file: File,
+    out: Out = None,
     data_dir: DataDir = None,
     jobs: Jobs = None,
     estimate: Annotated[
-        bool,
-        typer.Option("--estimate/--no-estimate", help="Measure a few steps of each kind of run."),
-    ] = True,
+        bool | None,
+        typer.Option(
+            "--estimate/--no-estimate",
+            help="Measure a few steps, for half a minute at most.",
+            show_default="from records",
+        ),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """List the runs of an experiment, and about how long they take.
 
+    How long is known from records of runs of the same
+    kind, and else measured with --estimate.
+
     Examples:
     $ gossamer bench expand experiments/digits-1008.toml
-    $ gossamer bench expand mine.toml --no-estimate --json
+    $ gossamer bench expand mine.toml --estimate --json
     """
-    from gossamer.bench import expand, load
+    from gossamer.bench import Store, expand, load
 
     _use_data(data_dir)
     experiment = load(file)
@@ -79,26 +91,30 @@ def expand_command(
         show(_runs_table(experiment.name, matrix.runs))
         for skipped in matrix.skipped:
             show(f"skipped: {escape(skipped.reason)}")
-    if estimate:
-        _print_estimate(matrix.runs, jobs, as_json=as_json)
+    if estimate is not False:
+        store = Store(out or Path("results") / experiment.name)
+        _print_estimate(matrix.runs, jobs, store, measure=bool(estimate), as_json=as_json)
 
 
 @bench_app.command("run", cls=Verb)
 def run_command(
     file: File,
-    out: Annotated[
-        Path | None, typer.Option(help="Where records are kept.", show_default="results/NAME")
-    ] = None,
+    out: Out = None,
     jobs: Jobs = None,
     retry: Annotated[bool, typer.Option("--retry", help="Run those again that failed.")] = False,
+    checkpoint_every: Annotated[
+        float,
+        typer.Option(min=0, metavar="SECONDS", help="Between a run's checkpoints; 0 for none."),
+    ] = 180.0,
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
     """Run an experiment, or what is left of it.
 
     Started again after any end, it goes on with what is not
-    done. Under torchrun it runs the distributed ones on the
-    ranks that are there. It ends with 1 where a run failed.
+    done, in a run from its last checkpoint. Under torchrun it
+    runs the distributed ones on the ranks that are there. It
+    ends with 1 where a run failed.
 
     Examples:
     $ gossamer bench run experiments/digits-1008.toml --jobs 2
@@ -106,15 +122,16 @@ def run_command(
     """
     from gossamer.bench import Store, load
     from gossamer.bench.ranks import run_as_rank, under_torchrun
+    from gossamer.cli.progress import Lines
 
     _use_data(data_dir)
     experiment = load(file)
     store = Store(out or Path("results") / experiment.name)
     if under_torchrun():
-        run_as_rank(experiment, store, retry=retry)
+        run_as_rank(experiment, store, Lines(), retry=retry, checkpoint_s=checkpoint_every)
         return
-    _run(experiment, store, jobs=jobs, retry=retry)
-    _print_status(experiment, store, as_json=as_json)
+    _run(experiment, store, jobs=jobs, retry=retry, checkpoint_s=checkpoint_every)
+    _print_status(store, as_json=as_json)
     _exit_where_failed(experiment, store)
 
 
@@ -126,7 +143,7 @@ def status_command(folder: Folder, as_json: Json = False) -> None:
     $ gossamer bench status results/digits-1008
     $ gossamer bench status results/digits-1008 --json
     """
-    from gossamer.bench import Store, load
+    from gossamer.bench import Store
 
     store = Store(folder)
     if not store.experiment_path.exists():
@@ -134,7 +151,7 @@ def status_command(folder: Folder, as_json: Json = False) -> None:
             f"records are kept in a folder with an experiment.toml, got {folder}; "
             "make one with gossamer bench run"
         )
-    _print_status(load(store.experiment_path), store, as_json=as_json)
+    _print_status(store, as_json=as_json)
 
 
 bench_app.command("report", cls=Verb)(report_command)
@@ -167,7 +184,7 @@ def demo_command(
 
 
 def _run(experiment: Experiment, store: Store, **options: Any) -> None:
-    from gossamer.bench.progress import run_and_show
+    from gossamer.cli.progress import run_and_show
 
     before = signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -194,11 +211,13 @@ def _runs_table(name: str, runs: list[RunSpec]) -> Table:
     return table
 
 
-def _facts(spec: RunSpec) -> dict[str, Any]:
+def _facts(spec: RunSpec | PlannedRun) -> dict[str, Any]:
     """Return what tells a run from others."""
+    from gossamer.registry import shorten
+
     return {
         "id": spec.id,
-        "workload": spec.workload,
+        "workload": shorten(spec.workload),
         "workers": spec.workers,
         "method": spec.method,
         "engine": spec.engine,
@@ -207,56 +226,81 @@ def _facts(spec: RunSpec) -> dict[str, Any]:
     }
 
 
-def _print_estimate(runs: list[RunSpec], jobs: int | None, *, as_json: bool) -> None:
-    from gossamer.bench.estimate import estimate_s
-    from gossamer.bench.runner import count_cores
+def _print_estimate(
+    runs: list[RunSpec], jobs: int | None, store: Store, *, measure: bool, as_json: bool
+) -> None:
+    from gossamer.bench.estimate import BUDGET_S, estimate
+    from gossamer.bench.threads import count_cores
 
     def tracked(measured: Sequence[RunSpec]) -> Iterator[RunSpec]:
         return track(measured, "measuring a few steps of each kind of run")
 
-    seconds = estimate_s(runs, jobs or count_cores(), tracked)
+    budget_s = BUDGET_S if measure else 0.0
+    found = estimate(runs, jobs or count_cores(), store, budget_s=budget_s, track=tracked)
     if as_json:
-        show_json("estimate", {"seconds": seconds})
+        show_json("estimate", found._asdict())
+    elif found.seconds is None:
+        say(f"{store.folder} has no runs that tell how long these take; --estimate measures it")
     else:
-        show(f"about {_lasting(seconds)} on this machine as it is now")
+        sources = {
+            "from records": found.recorded,
+            "measured": found.measured,
+            "guessed": found.guessed,
+        }
+        kinds = ", ".join(f"{count} {how}" for how, count in sources.items() if count)
+        lasting = _lasting(found.seconds)
+        show(f"about {lasting} of training steps on this machine; kinds of run: {kinds}")
 
 
-def _print_status(experiment: Experiment, store: Store, *, as_json: bool) -> None:
-    from gossamer.bench import expand
-    from gossamer.bench.progress import result
+def _print_status(store: Store, *, as_json: bool) -> None:
+    from gossamer.bench import load
+    from gossamer.bench.planned import UNKNOWN, read_planned, recorded_runs
+    from gossamer.cli.progress import result, title
+    from gossamer.engine import Checkpointing
 
-    matrix = expand(experiment)
-    ends = {spec.id: store.ended(spec.id) for spec in matrix.runs}
-    there = store.run_ids()
+    experiment = load(store.experiment_path)
+    planned = read_planned(store, experiment)
+    if planned is None:
+        say(f"only runs with records are listed: {UNKNOWN}")
+        planned = recorded_runs(store)
+    ends = {spec.id: store.ended(spec.id) for spec in planned.runs}
+    saved = {spec.id: Checkpointing(store.checkpoint_folder(spec.id)).step for spec in planned.runs}
+    files = {*store.run_ids()}
+    there = files | {run_id for run_id, step in saved.items() if step}
     cut_off = {run_id for run_id, ended in ends.items() if ended is None and run_id in there}
-    damages = {run_id: damage for run_id in cut_off if (damage := store.read(run_id).damage)}
+    damages = {
+        run_id: damage for run_id in cut_off & files if (damage := store.read(run_id).damage)
+    }
     statuses: dict[str, str] = {run_id: ended.status for run_id, ended in ends.items() if ended}
     statuses |= dict.fromkeys(ends.keys() - there, "to do") | dict.fromkeys(cut_off, "unfinished")
     statuses |= dict.fromkeys(damages, "damaged")
     if as_json:
-        for spec in matrix.runs:
+        for spec in planned.runs:
             ended = ends[spec.id]
             how: dict[str, Any] = {"reason": damages[spec.id]} if spec.id in damages else {}
             how |= {"train_s": ended.train_s, "reason": ended.reason} if ended else {}
+            how |= {"checkpoint": saved[spec.id]} if saved[spec.id] else {}
             show_json("run", _facts(spec) | {"status": statuses[spec.id]} | how)
-        _print_skipped_json(matrix)
+        _print_skipped_json(planned)
         return
-    counts = Counter(statuses[spec.id] for spec in matrix.runs)
-    counts["skipped"] = len(matrix.skipped)
+    counts = Counter(statuses[spec.id] for spec in planned.runs)
+    counts["skipped"] = len(planned.skipped)
     parts = [f"{count} {status}" for status, count in counts.items() if count]
     show(escape(f"{experiment.name}: {', '.join(parts)}; records in {store.folder}"))
-    for spec in matrix.runs:
+    for spec in planned.runs:
         ended = ends[spec.id]
         if ended is not None and ended.status != "done":
             show(escape(result(spec, ended)))
         elif spec.id in damages:
             show(escape(f"{damages[spec.id]}; it will be run again"))
+        if step := saved[spec.id]:
+            show(escape(f"{title(spec)}: has a checkpoint, step {step} of {spec.num_steps}"))
     if counts["error"] or counts["timeout"]:
         show("run it with --retry to try those again")
 
 
-def _print_skipped_json(matrix: Matrix) -> None:
-    for skipped in matrix.skipped:
+def _print_skipped_json(planned: Matrix | PlannedRuns) -> None:
+    for skipped in planned.skipped:
         show_json("skipped", {"fields": skipped.fields, "reason": skipped.reason})
 
 

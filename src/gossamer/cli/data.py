@@ -56,7 +56,7 @@ def data_command(
 @contextlib.contextmanager
 def _bar() -> Generator[Callable[[int, int], None]]:
     """Show on a terminal how far a transfer is."""
-    console = Console(stderr=True)
+    console = Console(stderr=True, emoji=False)
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     shown = console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=not shown) as bars:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
@@ -71,6 +71,16 @@ def plan_command(
         say(f"wrote {path}")
 
 
+def _sheet(description: str, **options: Any) -> Any:
+    """Return an option that describes a job from data sheets."""
+    return typer.Option(help=description, rich_help_panel=_SHEET, **options)
+
+
+def _sheet_name(kind: str, before: str) -> Any:
+    """Return such an option that takes one of the names of a kind."""
+    return _sheet(f"{before} {', '.join(names(kind))}.", autocompletion=complete(kind))
+
+
 def profile_command(  # noqa: PLR0913 - one parameter per option
     context: typer.Context,
     workload: Annotated[
@@ -81,54 +91,19 @@ def profile_command(  # noqa: PLR0913 - one parameter per option
     ] = "",
     out: Annotated[Path, typer.Option(help="Where the profile goes.")] = Path("profile.json"),
     steps: Annotated[int, typer.Option(min=2, help="Measured steps.")] = 30,
-    gpu: Annotated[
-        str,
-        typer.Option(
-            help=f"One of {', '.join(names('GPUs'))}.",
-            autocompletion=complete("GPUs"),
-            rich_help_panel=_SHEET,
-        ),
-    ] = "",
-    link: Annotated[
-        str,
-        typer.Option(
-            help=f"Between nodes: {', '.join(names('links'))}.",
-            autocompletion=complete("links"),
-            rich_help_panel=_SHEET,
-        ),
-    ] = "100gbit",
-    params: Annotated[
-        float,
-        typer.Option(
-            help="Parameters of the model.", show_default="25.6e6", rich_help_panel=_SHEET
-        ),
-    ] = 25.6e6,
+    gpu: Annotated[str, _sheet_name("GPUs", "One of")] = "",
+    link: Annotated[str, _sheet_name("links", "Between nodes:")] = "100gbit",
+    params: Annotated[float, _sheet("Parameters of the model.", show_default="25.6e6")] = 25.6e6,
     flops: Annotated[
-        float,
-        typer.Option(
-            help="Operations of a worker's step; 0: 6 per parameter and sample.",
-            rich_help_panel=_SHEET,
-        ),
+        float, _sheet("Operations of a worker's step; 0: 6 per parameter and sample.")
     ] = 0.0,
     samples: Annotated[
-        float,
-        typer.Option(
-            help="Samples or tokens of a worker's step, where --flops is 0.",
-            rich_help_panel=_SHEET,
-        ),
+        float, _sheet("Samples or tokens of a worker's step, where --flops is 0.")
     ] = 4096,
-    efficiency: Annotated[
-        float, typer.Option(help="Share of the GPU's peak.", rich_help_panel=_SHEET)
-    ] = 0.3,
-    variance: Annotated[
-        float, typer.Option(help="Of normalized compute time.", rich_help_panel=_SHEET)
-    ] = 0.0,
-    workers: Annotated[
-        int, typer.Option(min=1, help="Workers that the batch is for.", rich_help_panel=_SHEET)
-    ] = 8,
-    per_node: Annotated[
-        int, typer.Option(min=1, help="Workers of a node.", rich_help_panel=_SHEET)
-    ] = 8,
+    efficiency: Annotated[float, _sheet("Share of the GPU's peak.")] = 0.3,
+    variance: Annotated[float, _sheet("Of normalized compute time.")] = 0.0,
+    workers: Annotated[int, _sheet("Workers that the batch is for.", min=1)] = 8,
+    per_node: Annotated[int, _sheet("Workers of a node.", min=1)] = 8,
 ) -> None:
     """Measure a job, or describe it from data sheets, for a plan.
 

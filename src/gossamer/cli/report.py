@@ -9,7 +9,7 @@ import typer
 
 from gossamer.cli.names import complete_results
 from gossamer.cli.terminal import Json, say, show, show_json
-from gossamer.errors import UserError
+from gossamer.extras import needed_by
 
 Folder = Annotated[
     Path, typer.Argument(help="Where records are kept.", autocompletion=complete_results)
@@ -39,8 +39,8 @@ def report_command(
     $ gossamer bench report demo --tables tables --json
     """
     check_installed()
-    from gossamer.bench.report.terminal import summary_table
     from gossamer.bench.report.writing import write_report
+    from gossamer.cli.summary import summary_table
 
     page = out or folder / "report.html"
     results = write_report(
@@ -88,11 +88,7 @@ def watch_command(
 
 def check_installed() -> None:
     """Raise where the extra that draws is not installed."""
-    try:
+    with needed_by("reports need"):
         import jinja2  # noqa: F401  # pyright: ignore[reportUnusedImport]
         import plotly  # noqa: F401  # pyright: ignore[reportUnusedImport]
         import polars  # noqa: F401  # pyright: ignore[reportUnusedImport]
-    except ImportError as error:
-        raise UserError(
-            f"reports need {error.name}, which is not installed; pip install 'gossamer[bench]'"
-        ) from error

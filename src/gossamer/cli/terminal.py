@@ -24,7 +24,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON lines.")]
 
 def show(result: RenderableType) -> None:
     """Print a result; a text may have rich's markup."""
-    _print(Console(highlight=False), result)
+    _print(Console(highlight=False, emoji=False), result)
 
 
 def show_json(kind: str, fields: Mapping[str, Any]) -> None:
@@ -53,7 +53,7 @@ def track(items: Sequence[_Item], doing: str) -> Iterator[_Item]:
 
 
 def _stderr() -> Console:
-    return Console(stderr=True, highlight=False)
+    return Console(stderr=True, highlight=False, emoji=False)
 
 
 def _print(console: Console, part: RenderableType) -> None:

@@ -23,7 +23,8 @@ def topology_command(
     name: Annotated[
         str | None,
         typer.Argument(
-            help='A topology, such as "lattice(k=4)".', autocompletion=complete("topologies")
+            help='A topology, such as "lattice(k=4)" or mine.py:name.',
+            autocompletion=complete("topologies"),
         ),
     ] = None,
     workers: Annotated[int, typer.Option("--workers", "-n", help="Number of workers.")] = 16,
@@ -57,7 +58,7 @@ def topology_command(
         for topology_name, reason in missing.items():
             show(f"[dim]no {topology_name}: {escape(reason)}[/]")
         if name is not None:
-            _print_rounds(schedules[0], rounds)
+            _print_rounds(name, schedules[0], rounds)
     _save_pictures(schedules, name, rounds, pictures)
 
 
@@ -67,7 +68,7 @@ def _build(name: str | None, workers: int) -> tuple[list[Schedule], dict[str, st
     from gossamer.topology.catalogue import example
 
     if name is not None:
-        return [parse(example(name) if name in CATALOGUE else name, workers)], {}
+        return [parse(example(name), workers)], {}
     schedules: list[Schedule] = []
     missing: dict[str, str] = {}
     for entry in CATALOGUE:
@@ -87,12 +88,12 @@ def _print_json(summaries: list[Summary], missing: dict[str, str], params: float
         show_json("missing", {"name": name, "reason": reason})
 
 
-def _print_rounds(schedule: Schedule, limit: int) -> None:
+def _print_rounds(name: str, schedule: Schedule, limit: int) -> None:
     from gossamer.picture import first_rounds
-    from gossamer.topology import CATALOGUE
+    from gossamer.topology.catalogue import TOPOLOGY_REGISTRY, example
 
-    description = CATALOGUE[schedule.name.partition("(")[0]].build.__doc__ or ""
-    show(escape(description.splitlines()[0]))
+    if description := TOPOLOGY_REGISTRY.parse(example(name)).description:
+        show(escape(description))
     for step, round in first_rounds(schedule, limit):
         show(_round_table(round, step))
 

@@ -22,7 +22,7 @@ from typing import NamedTuple, final
 import numpy as np
 
 from gossamer.errors import UserError
-from gossamer.topology.round import FloatArray
+from gossamer.topology.arrays import FloatArray
 
 
 def critical_distance(

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import UserError
-from gossamer.topology.round import FloatArray
+from gossamer.topology.arrays import FloatArray
 
 
 class Dispersion(NamedTuple):

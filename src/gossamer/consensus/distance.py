@@ -22,7 +22,7 @@ from torch import Tensor
 
 from gossamer.errors import UserError
 from gossamer.topology import Round
-from gossamer.topology.round import FloatArray
+from gossamer.topology.arrays import FloatArray
 from gossamer.topology.spectrum import mixing_parameter
 
 _ROWS = 128
@@ -50,7 +50,7 @@ def theta(x_nN: FloatArray, round: Round) -> float:
 
     Each θ_i is local to worker i after the exchange; Θ costs one scalar all-reduce.
     """
-    return _root_mean_square(round.matrix() @ x_nN - x_nN)
+    return _root_mean_square(round.mixed(x_nN) - x_nN)
 
 
 class Bounds(NamedTuple):

@@ -1,142 +1,53 @@
 """Targets: how far apart workers may be, at every step.
 
-A target is a frozen value that reads an observation and what a controller remembers, and says a
-distance: infinite asks for plain gossip. Zero is a very small distance, to be met as far as limits
-allow; the exact average is what ``Exact`` asks for. What a controller remembers is one small State
-for all of them, so a new target is one class here and one row in ``controls.py``.
+A target is a frozen value; what it has to remember between steps is a memory of its own, which it
+makes and which learns from what happens (``memories.py``). A new target is one class here, with a
+memory there where it needs one, and one row in ``catalogue.py``.
 """
-
-# n: workers, m: floats in a sketch
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
-from typing import Any, NamedTuple, Protocol, cast, final, runtime_checkable
+from dataclasses import dataclass
+from typing import Any, Protocol, final, runtime_checkable
 
-import numpy as np
-
-from gossamer.consensus.critical import CriticalState, Smoothed
+from gossamer.consensus.checks import check_kind, check_positive
+from gossamer.consensus.memories import (
+    CriticalDistance,
+    GradientNorm,
+    Memory,
+    PhaseMemory,
+    PlainDistance,
+)
+from gossamer.consensus.observation import Needs, Observation
 from gossamer.errors import UserError
-from gossamer.topology.round import FloatArray
+from gossamer.registry import PlugInError
+from gossamer.topology import Schedule
 
+PLAIN = math.inf
+"""As a distance: one round of the schedule per step, whatever comes of it."""
 
-@final
-@dataclass(frozen=True, kw_only=True)
-class Observation:
-    """What all ranks know when they decide how to mix: the same bits on each of them."""
-
-    step: int
-    """The step whose mixing is decided."""
-
-    lr: float
-    """The learning rate of that step. Under awc, of the step before: the round of step t + 1 is
-    decided inside step t, before a scheduler moves."""
-
-    sketches: FloatArray | None = None
-    """Sketches [n, m] of what is to be mixed. Under awc, of what was to be mixed a step before: the
-    round is chosen before the step that it mixes has been taken."""
-
-    gradients: FloatArray | None = None
-    """Sketches [n, m] of each worker's gradient; NaN for workers without one."""
-
-    points: FloatArray | None = None
-    """Sketches [n, m] of the parameters at which those gradients were taken; under awc these are
-    what is mixed."""
-
-
-class Needs(NamedTuple):
-    """Which parts of an observation are read."""
-
-    sketches: bool = False
-    gradients: bool = False
-    points: bool = False
-
-
-@final
-@dataclass(frozen=True, kw_only=True)
-class State:
-    """What a controller remembers between steps."""
-
-    phase: int = 0
-    lr_before: float = 0.0
-    """The learning rate of the observation before; the last one above zero."""
-
-    calibrates_from: int = 0
-    """The step from which the distance of plain gossip is measured."""
-
-    calibrates_until: int = 0
-    """The step at which calibration ends."""
-
-    plain_total: float = 0.0
-    """Sum of (Ξ/η)² under plain gossip, in the second half of the calibration."""
-
-    plain_count: int = 0
-    lr_max: float = 0.0
-    """The highest learning rate so far."""
-
-    gradient2: Smoothed = field(default_factory=Smoothed)
-    """Mean square φ² of the workers' gradient norms."""
-
-    critical: CriticalState = field(default_factory=CriticalState)
-    held: int = 0
-    """What was chosen last, for steps at which nothing is observed."""
-
-    def plain_distance(self, step: int) -> float | None:
-        """Return Ξ/η of plain gossip, or None while it is not known."""
-        if step < self.calibrates_until or self.plain_count == 0:
-            return None
-        return math.sqrt(self.plain_total / self.plain_count)
-
-    @property
-    def digest(self) -> str:
-        """A short hash of all numbers, for ranks to compare."""
-        # Of their bits: a text of the sketches in ``critical`` would take milliseconds.
-        numbers = np.array(_numbers(self), dtype=np.float64)
-        return hashlib.blake2b(numbers.tobytes(), digest_size=8).hexdigest()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain numbers, lists and dicts, for a checkpoint or JSON."""
-        return asdict(self)
-
-    @staticmethod
-    def from_dict(saved: dict[str, Any]) -> State:
-        """Return the state that ``to_dict`` described."""
-        return _restored(State, saved)
-
-
-def _numbers(value: Any) -> Sequence[float]:
-    """Return what a number, a tuple of them, or a dataclass of such values holds."""
-    if is_dataclass(value):
-        return [n for entry in fields(value) for n in _numbers(getattr(value, entry.name))]
-    return cast("tuple[float, ...]", value) if isinstance(value, tuple) else (value,)
-
-
-def _restored(kind: type[Any], saved: dict[str, Any]) -> Any:
-    """Return a dataclass from its dict; fields may be dataclasses, and tuples that became lists."""
-    start = kind()
-    values: dict[str, Any] = {}
-    for name in (entry.name for entry in fields(kind)):
-        value: Any = saved[name]
-        if isinstance(value, dict):
-            value = _restored(type(getattr(start, name)), cast("dict[str, Any]", value))
-        elif isinstance(value, list):
-            value = tuple(cast("list[Any]", value))
-        values[name] = value
-    return kind(**values)
+EXACT = -math.inf
+"""As a distance: the exact average, beyond the limits of any policy. Zero is another thing: a very
+small distance, to be met as far as limits allow."""
 
 
 @runtime_checkable
 class Target(Protocol):
-    """How far apart workers may be after mixing."""
+    """How far apart workers may be after mixing.
 
-    def value(self, seen: Observation, state: State) -> float:
-        """Return the distance: infinite for plain gossip."""
+    The memory that each method gets is one that ``remember`` made, after all that happened since.
+    """
+
+    def remember(self, schedule: Schedule, step: int) -> Any:
+        """Return the memory with which to begin at a step; ``Memory()`` remembers nothing."""
         ...
 
-    def needs(self, state: State) -> Needs:
+    def value(self, seen: Observation, memory: Any) -> float:
+        """Return the distance; ``PLAIN`` and ``EXACT`` are two that say what to do instead."""
+        ...
+
+    def needs(self, memory: Any) -> Needs:
         """Return what is read of the next observation."""
         ...
 
@@ -146,11 +57,15 @@ class Target(Protocol):
 class Plain:
     """No target: one round of the schedule per step."""
 
-    def value(self, seen: Observation, state: State) -> float:
-        """Infinite."""
-        return math.inf
+    def remember(self, schedule: Schedule, step: int) -> Memory:
+        """Nothing."""
+        return Memory()
 
-    def needs(self, state: State) -> Needs:
+    def value(self, seen: Observation, memory: Memory) -> float:
+        """Infinite."""
+        return PLAIN
+
+    def needs(self, memory: Memory) -> Needs:
         """Nothing."""
         return Needs()
 
@@ -160,11 +75,15 @@ class Plain:
 class Exact:
     """The exact average at every step: one round of the complete graph, run as an all-reduce."""
 
-    def value(self, seen: Observation, state: State) -> float:
-        """Zero."""
-        return 0.0
+    def remember(self, schedule: Schedule, step: int) -> Memory:
+        """Nothing."""
+        return Memory()
 
-    def needs(self, state: State) -> Needs:
+    def value(self, seen: Observation, memory: Memory) -> float:
+        """Beyond zero."""
+        return EXACT
+
+    def needs(self, memory: Memory) -> Needs:
         """Nothing."""
         return Needs()
 
@@ -184,14 +103,18 @@ class Constant:
     c: float
 
     def __post_init__(self) -> None:
-        _check_positive("constant", "c", self.c, "use exact for the exact average")
+        check_positive("constant", "c", self.c, "use exact for the exact average")
 
-    def value(self, seen: Observation, state: State) -> float:
+    def remember(self, schedule: Schedule, step: int) -> PlainDistance:
+        """The distance of plain gossip."""
+        return PlainDistance.on(schedule, step)
+
+    def value(self, seen: Observation, memory: PlainDistance) -> float:
         """c·Ξ_max; infinite during calibration."""
-        plain = state.plain_distance(seen.step)
-        return math.inf if plain is None else self.c * plain * seen.lr
+        plain = memory.at(seen.step)
+        return PLAIN if plain is None else self.c * plain * seen.lr
 
-    def needs(self, state: State) -> Needs:
+    def needs(self, memory: PlainDistance) -> Needs:
         """Sketches."""
         return Needs(sketches=True)
 
@@ -204,13 +127,17 @@ class Adaptive:
     s: float
 
     def __post_init__(self) -> None:
-        _check_positive("adaptive", "s", self.s, "use exact for the exact average")
+        check_positive("adaptive", "s", self.s, "use exact for the exact average")
 
-    def value(self, seen: Observation, state: State) -> float:
+    def remember(self, schedule: Schedule, step: int) -> GradientNorm:
+        """φ²."""
+        return GradientNorm()
+
+    def value(self, seen: Observation, memory: GradientNorm) -> float:
         """s·φ; infinite before the first gradient."""
-        return self.s * math.sqrt(state.gradient2.mean) if state.gradient2.weight else math.inf
+        return self.s * math.sqrt(memory.square.mean) if memory.square.weight else PLAIN
 
-    def needs(self, state: State) -> Needs:
+    def needs(self, memory: GradientNorm) -> Needs:
         """Sketches of parameters and gradients."""
         return Needs(sketches=True, gradients=True)
 
@@ -223,14 +150,18 @@ class CriticalTarget:
     share: float = 1.0
 
     def __post_init__(self) -> None:
-        _check_positive("critical", "share", self.share, "use exact for the exact average")
+        check_positive("critical", "share", self.share, "use exact for the exact average")
 
-    def value(self, seen: Observation, state: State) -> float:
+    def remember(self, schedule: Schedule, step: int) -> CriticalDistance:
+        """What Γ is estimated from."""
+        return CriticalDistance()
+
+    def value(self, seen: Observation, memory: CriticalDistance) -> float:
         """share·Γ; infinite before Γ is known."""
-        estimate = state.critical.estimate(seen.lr)
-        return math.inf if estimate is None else self.share * estimate.distance
+        known = memory.estimate.estimate(seen.lr)
+        return PLAIN if known is None else self.share * known.distance
 
-    def needs(self, state: State) -> Needs:
+    def needs(self, memory: CriticalDistance) -> Needs:
         """Everything."""
         return Needs(sketches=True, gradients=True, points=True)
 
@@ -273,96 +204,30 @@ class Phases:
                 f"phases needs steps in `at` that grow from 1 on, got at={self.at}; sort them"
             )
 
-    def value(self, seen: Observation, state: State) -> float:
+    @staticmethod
+    def of(target: Target) -> Phases:
+        """Return a target by itself as that of every phase: a memory may begin anew with one."""
+        return target if isinstance(target, Phases) else Phases((target,))
+
+    def remember(self, schedule: Schedule, step: int) -> PhaseMemory:
+        """The phase, and what the targets of all phases remember."""
+        memories = [target.remember(schedule, step) for target in self.targets]
+        for target, memory in zip(self.targets, memories, strict=True):
+            if not isinstance(memory, Memory):
+                raise PlugInError(
+                    f"what a target remembers must be a gossamer.consensus.Memory, got {memory!r} "
+                    f"of {target}; derive a frozen dataclass from it"
+                )
+        return PhaseMemory.of(memories, self.at)
+
+    def value(self, seen: Observation, memory: PhaseMemory) -> float:
         """What this phase's target says."""
-        return self.current(state).value(seen, state)
+        return self.targets[memory.index].value(seen, memory.member)
 
-    def needs(self, state: State) -> Needs:
+    def needs(self, memory: PhaseMemory) -> Needs:
         """What this phase's target reads."""
-        return self.current(state).needs(state)
-
-    def current(self, state: State) -> Target:
-        """The target of this phase."""
-        return self.targets[min(state.phase, len(self.targets) - 1)]
-
-
-def observed(state: State, seen: Observation, at: tuple[int, ...], calibration: int) -> State:
-    """Return the state with the phase, rates and gradients of an observation.
-
-    Args:
-        state: what is remembered so far.
-        seen: the observation.
-        at: steps at which phases begin; empty to follow the learning rate.
-        calibration: how many steps a calibration takes.
-    """
-    if at:
-        phase = sum(step <= seen.step for step in at)
-    else:
-        phase = state.phase + (0 < seen.lr <= state.lr_before / 2)
-    if phase != state.phase and state.plain_distance(seen.step) is None:
-        state = replace(
-            state,
-            calibrates_from=seen.step + calibration // 2,
-            calibrates_until=seen.step + calibration,
-            plain_total=0.0,
-            plain_count=0,
-        )
-    state = replace(
-        state,
-        phase=phase,
-        lr_before=seen.lr or state.lr_before,
-        lr_max=max(state.lr_max, seen.lr),
-    )
-    return state if seen.gradients is None else _with_gradients(state, seen.gradients, seen.points)
-
-
-def _with_gradients(state: State, gradients_nm: FloatArray, points_nm: FloatArray | None) -> State:
-    """Return the state with one more observation of gradients; one that overflowed is left out.
-
-    Rows of nothing but NaN are of workers that have no gradient: the others tell enough.
-    """
-    present_n = ~np.isnan(gradients_nm).all(axis=1)
-    if points_nm is not None:
-        present_n &= ~np.isnan(points_nm).all(axis=1)
-        points_nm = points_nm[present_n]
-    gradients_nm = gradients_nm[present_n]
-    if not present_n.any() or not np.isfinite(gradients_nm).all():
-        return state
-    square = float(np.sum(gradients_nm**2)) / len(gradients_nm)
-    state = replace(state, gradient2=state.gradient2.add(square))
-    if points_nm is None or not np.isfinite(points_nm).all():
-        return state
-    return replace(state, critical=state.critical.observe(points_nm, gradients_nm))
-
-
-def calibrated(state: State, seen: Observation, distance: float) -> State:
-    """Return the state with one more distance of plain gossip, if this step calibrates.
-
-    Args:
-        state: what is remembered so far.
-        seen: the observation.
-        distance: Ξ after this step's one round of the schedule.
-    """
-    calibrates = seen.step >= state.calibrates_from and state.plain_distance(seen.step) is None
-    if not calibrates or math.isnan(distance) or seen.lr == 0:
-        return state
-    total = state.plain_total + (distance / seen.lr) ** 2
-    return replace(state, plain_total=total, plain_count=state.plain_count + 1)
+        return self.targets[memory.index].needs(memory.member)
 
 
 def _is_simple(target: Any) -> bool:
     return isinstance(target, Target) and not isinstance(target, Phases)
-
-
-def check_kind(what: str, name: str, value: object, *kinds: type) -> None:
-    """Refuse a value of another kind; True is no number."""
-    if type(value) is bool or not isinstance(value, kinds):
-        raise UserError(
-            f"{what} needs {kinds[0].__name__} for {name}, got {value!r}; give one of that kind"
-        )
-
-
-def _check_positive(what: str, name: str, value: float, remedy: str) -> None:
-    check_kind(what, name, value, float, int)
-    if not 0 < value < math.inf:
-        raise UserError(f"{what} needs a finite {name} > 0, got {name}={value}; {remedy}")

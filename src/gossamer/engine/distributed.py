@@ -15,8 +15,9 @@ import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,13 +28,20 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gossamer.engine.batches import Batches
-from gossamer.engine.lifeline import end_with_parent
-from gossamer.engine.loop import train
-from gossamer.engine.spec import CENTRALIZED, RunSpec, set_lr, trained_names
+from gossamer.engine.checkpoints import Checkpointing
+from gossamer.engine.evaluation import TestSamples
+from gossamer.engine.handover import receive
+from gossamer.engine.loop import Metrics, train
+from gossamer.engine.spec import CENTRALIZED, DTYPES, RunSpec, set_lr, trained_names
+from gossamer.errors import UserError
 from gossamer.gossip import Gossip, decentralize
+from gossamer.lifeline import end_with_parent
 from gossamer.records import Ended, Record, from_line, to_line
-from gossamer.simulate import worker_seed
-from gossamer.topology.round import FloatArray
+from gossamer.seeds import worker_seed
+from gossamer.topology.arrays import FloatArray
+from gossamer.topology.cost import ring_copies
+from gossamer.workloads import Data
+from gossamer.workloads.evaluation import MeanMetric
 
 _POLL_S = 0.05
 _END_S = 60.0
@@ -44,18 +52,24 @@ class RunError(RuntimeError):
     """The processes of a run did not come to their end."""
 
 
-def run(spec: RunSpec) -> Iterator[Record]:
+def run(
+    spec: RunSpec, norms_mb: float = 0.0, checkpointing: Checkpointing | None = None
+) -> Iterator[Record]:
     """Run a specification on processes of this machine."""
     with tempfile.TemporaryDirectory(prefix="gossamer-run-") as folder:
         records, errors = Path(folder) / "records.jsonl", Path(folder) / "errors.txt"
         records.touch()
-        with errors.open("wb") as log, _torchrun(spec, records, log) as processes:
-            end: Record | None = None
+        where = map(str, checkpointing or ())
+        arguments = [spec.model_dump_json(), spec.id, str(records), str(norms_mb), *where]
+        with errors.open("wb") as log, _torchrun(spec.workers, arguments, log) as processes:
+            end: Ended | None = None
             for record in _follow(records, processes):
                 if isinstance(record, Ended):
                     end = record  # the processes may still fail
                 else:
                     yield record
+        if end is not None and end.status == "error":  # a rank refused to begin
+            raise UserError(end.reason)
         if processes.returncode != 0 or end is None:
             said = errors.read_text(errors="replace").strip()[-3000:]
             raise RunError(f"{spec.workers} processes were to train {spec.workload}: {said}")
@@ -63,14 +77,16 @@ def run(spec: RunSpec) -> Iterator[Record]:
 
 
 @contextlib.contextmanager
-def _torchrun(spec: RunSpec, records: Path, log: IO[bytes]) -> Generator[subprocess.Popen[bytes]]:
+def _torchrun(
+    workers: int, arguments: Sequence[str], log: IO[bytes]
+) -> Generator[subprocess.Popen[bytes]]:
     processes = subprocess.Popen(
         [
-            *(sys.executable, "-m", "gossamer.engine.lifeline", "--standalone"),
-            *("--nproc-per-node", str(spec.workers)),
-            *("-m", "gossamer.engine.distributed", spec.model_dump_json(), str(records)),
+            *(sys.executable, "-m", "gossamer.lifeline", "--standalone"),
+            *("--nproc-per-node", str(workers)),
+            *("-m", "gossamer.engine.distributed", *arguments),
         ],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={"OMP_NUM_THREADS": "1", **_search_alike(), **os.environ},
         stdout=log,
         stderr=log,
         start_new_session=True,  # Ctrl-C is for who started the run
@@ -86,6 +102,16 @@ def _torchrun(spec: RunSpec, records: Path, log: IO[bytes]) -> Generator[subproc
             processes.wait()
 
 
+def _search_alike() -> dict[str, str]:
+    """Return what has ``python -m`` look for modules where this process does.
+
+    It would search the current folder first, which a console script does not: a plug-in there would
+    hide the installed one that has named the run.
+    """
+    first = sys.path[0] if sys.path else None
+    return {} if first in ("", str(Path.cwd())) else {"PYTHONSAFEPATH": "1"}
+
+
 def _follow(path: Path, processes: subprocess.Popen[bytes]) -> Iterator[Record]:
     """Yield records as their lines are completed, until the processes end."""
     with path.open() as lines:
@@ -99,7 +125,7 @@ def _follow(path: Path, processes: subprocess.Popen[bytes]) -> Iterator[Record]:
             time.sleep(_POLL_S)
 
 
-class _Method(Protocol):
+class _Synchronization(Protocol):
     """How ranks keep together."""
 
     module: nn.Module
@@ -114,6 +140,21 @@ class _Method(Protocol):
         """Take a step; return the bytes that this rank has sent for what it mixed or averaged."""
         ...
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what continues it, besides the model and the optimizer."""
+        ...
+
+    def resumed(
+        self, state: dict[str, Any], take_step: Callable[[], object]
+    ) -> AbstractContextManager[None]:
+        """Continue from a state, after the model and the optimizer have loaded theirs in the block.
+
+        Args:
+            state: of the same run.
+            take_step: takes any step, of which nothing is left when all states are loaded.
+        """
+        ...
+
     def close(self) -> None: ...
 
 
@@ -123,22 +164,33 @@ class _AllReduce:
     def __init__(self, model: nn.Module) -> None:
         self.module: nn.Module = DistributedDataParallel(model)
         self.mixing = None
-        size = dist.get_world_size()
+        self._buffers = list(model.buffers())
         num_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-        self._bytes_per_step = 2 * (size - 1) / size * num_bytes
+        self._bytes_per_step = ring_copies(dist.get_world_size()) * num_bytes
 
     def averaged(self) -> AbstractContextManager[None]:
+        for buffer in self._buffers:  # rank 0's, as every forward pass in training starts from
+            dist.broadcast(buffer, 0)
         return nullcontext()
 
     def bytes_of(self, step: Callable[[], object]) -> float:
         step()
         return self._bytes_per_step
 
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    @contextlib.contextmanager
+    def resumed(self, state: dict[str, Any], take_step: Callable[[], object]) -> Generator[None]:
+        # After its first step DDP orders buckets anew, and their order decides how sums round.
+        take_step()
+        yield
+
     def close(self) -> None:
         pass
 
 
-class _Mixing:
+class _Gossiping:
     """Gossip: parameters are mixed."""
 
     def __init__(self, spec: RunSpec, model: nn.Module, optimizer: Optimizer) -> None:
@@ -168,22 +220,34 @@ class _Mixing:
         mixed, self._on_the_wire = self._on_the_wire, sent
         return mixed
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"gossip": self.mixing.state_dict(), "on_the_wire": self._on_the_wire}
+
+    @contextlib.contextmanager
+    def resumed(self, state: dict[str, Any], take_step: Callable[[], object]) -> Generator[None]:
+        with self.mixing.drained(keep_changes=True):
+            yield
+            self.mixing.load_state_dict(state["gossip"])
+        self._on_the_wire = state["on_the_wire"]
+
     def close(self) -> None:
         self.mixing.close()
 
 
 class _Rank:
     def __init__(self, spec: RunSpec) -> None:
-        self._rank = dist.get_rank()
-        self._batches = Batches(spec, [self._rank])
+        self.rank = dist.get_rank()
+        self._batches = Batches(spec, [self.rank])
+        self._tests = TestSamples(spec, self._batches.data)
+        self._dtype = DTYPES[spec.dtype]
         self._workload = spec.make_workload()
         self._model = spec.make_model()
         self.tensor_names = trained_names(self._model)
         self._optimizer = spec.make_optimizer(self._model.parameters())
-        self._method: _Method = (
+        self._synchronization: _Synchronization = (
             _AllReduce(self._model)
             if spec.topology == CENTRALIZED
-            else _Mixing(spec, self._model, self._optimizer)
+            else _Gossiping(spec, self._model, self._optimizer)
         )
         self._outer = spec.make_outer(p for p in self._model.parameters() if p.requires_grad)
         self._seed, self._num_steps = spec.seed, 0
@@ -191,7 +255,7 @@ class _Rank:
 
     @property
     def mixing(self) -> Gossip | None:
-        return self._method.mixing
+        return self._synchronization.mixing
 
     def draw(self, epoch: int) -> npt.NDArray[np.int64]:
         return self._batches.draw(epoch)
@@ -202,11 +266,11 @@ class _Rank:
         self._model.train()
         self._optimizer.zero_grad()
         # What a forward pass draws is what this worker draws in a simulation.
-        torch.manual_seed(worker_seed(self._seed, self._rank, self._num_steps))
+        torch.manual_seed(worker_seed(self._seed, self.rank, self._num_steps))
         self._num_steps += 1
-        loss = self._workload.loss(self._method.module(inputs[0]), targets[0])
+        loss = self._workload.loss(self._synchronization.module(inputs[0]), targets[0])
         loss.backward()
-        self._sent += self._method.bytes_of(self._optimizer.step)
+        self._sent += self._synchronization.bytes_of(self._optimizer.step)
         if self._outer is not None:
             self._outer.step()
         self._loss = float(loss.detach())
@@ -220,17 +284,56 @@ class _Rank:
     def slowest(self, seconds: float) -> float:
         return float(_gather(seconds).max())
 
-    def evaluate(self, replicas: Sequence[int]) -> tuple[float, dict[int, float]]:
-        own = _gather(self._metric() if self._rank in replicas else 0.0)
-        with self._method.averaged():
-            average = self._metric()
-        return average, {worker: float(own[worker]) for worker in replicas}
+    def gather(self, value: int) -> list[int]:
+        values = torch.empty(dist.get_world_size(), dtype=torch.int64)
+        dist.all_gather_single(values, torch.tensor([value]))
+        return values.tolist()
+
+    def evaluate(self, replicas: Sequence[int], last: bool) -> Metrics:
+        data, num = self._tests.data(last), self._tests.num(last)
+        self._model.eval()
+        if self.mixing is None:  # one model
+            with self._synchronization.averaged():
+                metric = self._common_metric(data)
+            return Metrics(metric, dict.fromkeys(replicas, metric), num)
+        mine = self._workload.evaluate(self._model, data) if self.rank in replicas else 0.0
+        own = _gather(mine)
+        with self._synchronization.averaged():
+            average = self._common_metric(data)
+        return Metrics(average, {worker: float(own[worker]) for worker in replicas}, num)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "num_steps": self._num_steps,
+            "sent": self._sent,
+            "model": self._model.state_dict(),
+            "optimizer": self._optimizer.state_dict(),
+            "synchronization": self._synchronization.state_dict(),
+            "outer": None if self._outer is None else self._outer.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        any_step = partial(self.step, self.draw(0)[:, 0], 0.0)
+        with self._synchronization.resumed(state["synchronization"], any_step):
+            self._model.load_state_dict(state["model"])
+            self._optimizer.load_state_dict(state["optimizer"])
+        if self._outer is not None:
+            self._outer.load_state_dict(state["outer"])
+        self._num_steps, self._sent = state["num_steps"], state["sent"]
 
     def close(self) -> None:
-        self._method.close()
+        self._synchronization.close()
 
-    def _metric(self) -> float:
-        return self._workload.evaluate(self._model.eval(), self._batches.data)
+    def _common_metric(self, data: Data) -> float:
+        """Return the metric of a model that is the same on all ranks; each takes a part of it."""
+        metric = self._workload.evaluate
+        if not isinstance(metric, MeanMetric):
+            return float(_gather(metric(self._model, data) if self.rank == 0 else 0.0)[0])
+        num_ranks = dist.get_world_size()
+        parts = torch.arange(len(data.test_targets)).tensor_split(num_ranks)
+        part = data.with_tests(parts[self.rank])
+        (total,), num = metric.sums([self._model], self._dtype, part)
+        return metric.finish(float(_gather(total).sum()), int(_gather(num).sum()))
 
 
 def _gather(value: float) -> FloatArray:
@@ -240,21 +343,33 @@ def _gather(value: float) -> FloatArray:
     return values.numpy()
 
 
-def train_rank(spec: RunSpec) -> Iterator[Record]:
-    """Train as one rank of the default process group; every rank yields the same records."""
+def train_rank(
+    spec: RunSpec, norms_mb: float = 0.0, checkpointing: Checkpointing | None = None
+) -> Iterator[Record]:
+    """Train as one rank of the default process group; every rank yields the same records.
+
+    Where the run goes on from a checkpoint, rank 0 alone yields those up to it.
+    """
     rank = _Rank(spec)
-    yield from train(spec, rank)
+    yield from train(spec, rank, norms_mb, checkpointing)
     rank.close()
 
 
-def _main(specification: str, path: str) -> None:
-    """Train as one rank; rank 0 writes the records."""
+def _main(
+    specification: str, run_id: str, path: str, norms_mb: str, folder: str = "", every_s: str = ""
+) -> None:
+    """Train as one rank; rank 0 writes the records, and any rank why it cannot begin."""
     end_with_parent(signal.SIGKILL)
-    torch.set_num_threads(1)
+    try:
+        spec = receive(specification, run_id, f"on rank {os.environ['RANK']}")
+    except UserError as error:
+        with open(path, "a") as lines:
+            lines.write(to_line(Ended(status="error", reason=str(error))) + "\n")
+        sys.exit(1)
     dist.init_process_group("gloo")
-    spec = RunSpec.model_validate_json(specification)
+    checkpointing = Checkpointing(Path(folder), float(every_s)) if folder else None
     with open(path if dist.get_rank() == 0 else os.devnull, "a", buffering=1) as lines:
-        for record in train_rank(spec):
+        for record in train_rank(spec, float(norms_mb), checkpointing):
             lines.write(to_line(record) + "\n")
     dist.destroy_process_group()
 

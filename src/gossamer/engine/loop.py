@@ -6,24 +6,35 @@ import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Protocol, final
+from typing import Any, NamedTuple, Protocol, final
 
 import numpy as np
 import numpy.typing as npt
 
 from gossamer.consensus import Decision, dispersion, sketch_distance, theta
+from gossamer.engine.checkpoints import Checkpointing, RunCheckpoints, Saved
 from gossamer.engine.environment import environment
+from gossamer.engine.kept_norms import KeptNorms
 from gossamer.engine.spec import RunSpec
 from gossamer.records import Ended, Evaluation, Record, Spread, Started, Step
 from gossamer.topology import Schedule
-from gossamer.topology.round import FloatArray
+from gossamer.topology.arrays import FloatArray
 
 
-class Mixing(Protocol):
+class MixingWorkers(Protocol):
     """Workers that mix: a Simulation, or one rank's Gossip."""
 
     schedule: Schedule
-    last_norms: FloatArray | None
+
+    @property
+    def last_norms(self) -> FloatArray | None:
+        """Norms of every tensor of every worker before they were last mixed, where measured."""
+        ...
+
+    @property
+    def norms_step(self) -> int:
+        """How many steps had been taken with the one that they are of; 0 for none."""
+        ...
 
     @property
     def decision(self) -> Decision | None:
@@ -35,14 +46,27 @@ class Mixing(Protocol):
         ...
 
 
-class Trainer(Protocol):
+class Metrics(NamedTuple):
+    """What an evaluation found."""
+
+    average: float
+    """Of the average model."""
+
+    replicas: dict[int, float]
+    """Of workers' own."""
+
+    samples: int | None
+    """How many of the test samples it is on; None for all of them."""
+
+
+class Trainer(Saved, Protocol):
     """What an engine provides: W workers, here or elsewhere.
 
     Every method is a collective call where workers are processes.
     """
 
     @property
-    def mixing(self) -> Mixing | None:
+    def mixing(self) -> MixingWorkers | None:
         """What mixes; None where all workers hold one model."""
         ...
 
@@ -67,28 +91,70 @@ class Trainer(Protocol):
         """Return what the average worker has sent so far."""
         ...
 
-    def slowest(self, seconds: float) -> float:
-        """Return the longest of all processes' times."""
+    def evaluate(self, replicas: Sequence[int], last: bool) -> Metrics:
+        """Return the metric of the average model, and of some workers' own.
+
+        Args:
+            replicas: these workers'.
+            last: on all test samples, and not on those that are for evaluations on the way.
+        """
         ...
 
-    def evaluate(self, replicas: Sequence[int]) -> tuple[float, dict[int, float]]:
-        """Return the metric of the average model, and of some workers' own."""
-        ...
 
+def train(
+    spec: RunSpec,
+    trainer: Trainer,
+    norms_mb: float = 0.0,
+    checkpointing: Checkpointing | None = None,
+) -> Iterator[Record]:
+    """Run a specification; yield its records.
 
-def train(spec: RunSpec, trainer: Trainer) -> Iterator[Record]:
-    """Run a specification; yield its records."""
-    yield Started(run_id=spec.id, spec=spec.model_dump(), environment=environment())
-    replicas = _spread(spec.workers, spec.evaluate_replicas)
+    Args:
+        spec: what is run.
+        trainer: the workers, at their beginning.
+        norms_mb: the most that norms among the records may take; 0 for none of them.
+        checkpointing: where the run goes on from, and saves itself; by default it does neither.
+    """
+    kept = KeptNorms(spec, trainer.tensor_names, norms_mb)
     clock = _Clock(spec, trainer)
+    if checkpointing is None:
+        yield from _train(spec, trainer, clock, kept, lambda: None)
+        return
+    checkpoints = RunCheckpoints(spec.id, clock, trainer, checkpointing)
+    yield from checkpoints.restore()
+    for record in _train(spec, trainer, clock, kept, checkpoints.save_where_due):
+        checkpoints.note(record)  # before it is yielded: the next step may save
+        yield record
+
+
+def _train(
+    spec: RunSpec,
+    trainer: Trainer,
+    clock: _Clock,
+    kept: KeptNorms,
+    before_step: Callable[[], None],
+) -> Iterator[Record]:
+    """Take the steps that are left, and yield the records that they make."""
+    if clock.step == 0:
+        yield Started(
+            run_id=spec.id,
+            spec=spec.model_dump(),
+            environment=environment() | spec.sources,
+            norms_every=kept.every,
+            workload_facts=spec.workload_facts,
+        )
+    replicas = _spread(spec.workers, spec.evaluate_replicas)
     while not clock.over:
         epoch = clock.step // spec.steps_per_epoch
         samples = trainer.draw(epoch)
-        for batch in range(spec.steps_per_epoch):
+        for batch in range(clock.step % spec.steps_per_epoch, spec.steps_per_epoch):
+            before_step()
             clock.time(partial(trainer.step, samples[:, batch], clock.lr))
+            if (norms := kept.after(clock.step, trainer.mixing)) is not None:
+                yield norms
             if clock.step % spec.log_every and not clock.over:
                 continue
-            clock.look()
+            clock.learn_spent()
             measured = _measure(spec, clock, trainer)
             yield measured
             if not math.isfinite(measured.loss):
@@ -100,17 +166,20 @@ def train(spec: RunSpec, trainer: Trainer) -> Iterator[Record]:
             if clock.over:
                 break
         if (epoch + 1) % spec.evaluate_every == 0 or clock.over:
-            clock.look()
-            average, own = trainer.evaluate(replicas)
+            clock.learn_spent()
+            metrics = trainer.evaluate(replicas, clock.over)
             yield Evaluation(
                 step=clock.step,
                 epoch=epoch,
-                average=average,
-                replicas=own,
                 bytes_sent=clock.bytes_sent,
                 train_s=clock.train_s,
+                **metrics._asdict(),
             )
     yield Ended(status="done", steps=clock.step, train_s=clock.train_s)
+
+
+_CLOCK_STATE = ("step", "lr", "last_lr", "bytes_sent", "train_s", "_own_s", "_learned_at")
+"""All that a clock holds besides what it is made of."""
 
 
 @final
@@ -121,12 +190,21 @@ class _Clock:
         self._spec = spec
         self._trainer = trainer
         self._own_s = 0.0
-        self._looked_at = 0
+        self._learned_at = 0
         self.step = 0
         self.lr = spec.lr_at(0)
         """The learning rate of the next step."""
         self.last_lr = 0.0
         self.bytes_sent = self.train_s = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what continues it; the seconds are this process's own."""
+        return {name: getattr(self, name) for name in _CLOCK_STATE}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state."""
+        for name in _CLOCK_STATE:
+            setattr(self, name, state[name])
 
     @property
     def over(self) -> bool:
@@ -140,14 +218,14 @@ class _Clock:
         self._own_s += time.perf_counter() - began
         self.step += 1
         if self._spec.max_bytes or self._spec.max_train_s:
-            self.look()
+            self.learn_spent()
         self.last_lr, self.lr = self.lr, self._spec.lr_at(self.step, self._done())
 
-    def look(self) -> None:
+    def learn_spent(self) -> None:
         """Learn what all processes have spent; a collective call, so that all end together."""
-        if self._looked_at == self.step:  # a budget, a record and an evaluation may all ask
+        if self._learned_at == self.step:  # a budget, a record and an evaluation may all ask
             return
-        self._looked_at = self.step
+        self._learned_at = self.step
         self.bytes_sent = self._trainer.bytes_sent()
         self.train_s = self._trainer.slowest(self._own_s)
 
@@ -192,7 +270,9 @@ def _one_model(spec: RunSpec) -> dict[str, Any]:
     }
 
 
-def _differences(spec: RunSpec, clock: _Clock, trainer: Trainer, mixing: Mixing) -> dict[str, Any]:
+def _differences(
+    spec: RunSpec, clock: _Clock, trainer: Trainer, mixing: MixingWorkers
+) -> dict[str, Any]:
     """Return how far workers are apart, and what is done about it."""
     sketches = mixing.sketches()
     decision, norms = mixing.decision, mixing.last_norms
@@ -201,7 +281,9 @@ def _differences(spec: RunSpec, clock: _Clock, trainer: Trainer, mixing: Mixing)
     plain = (mixing.schedule.round(last_chosen),) * spec.gossip_steps
     rounds = plain if decision is None else decision.rounds
     spreads: dict[str, Spread] = {}
-    if norms is not None and clock.step % spec.log_every == 0:  # else they are of another step
+    since = clock.step - mixing.norms_step
+    # Else they are of another record.
+    if norms is not None and clock.step % spec.log_every == 0 and since < spec.log_every:
         measures = zip(*dispersion(norms), strict=True)
         spreads = {
             name: Spread(*map(float, of_tensor))
@@ -211,6 +293,7 @@ def _differences(spec: RunSpec, clock: _Clock, trainer: Trainer, mixing: Mixing)
         "distance": sketch_distance(sketches),
         "theta": theta(sketches, mixing.schedule.round(clock.step)),
         "dispersion": spreads,
+        "dispersion_step": mixing.norms_step if spreads else None,
         "rounds": len(rounds),
         "degree": max((round.degree for round in rounds), default=0),
         "target": decision.target if decision is not None else None,

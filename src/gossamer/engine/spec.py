@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import math
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -18,47 +18,33 @@ from pydantic import (
     ConfigDict,
     Field,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     model_validator,
 )
 from torch import Tensor
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import Optimizer
 
-from gossamer import calls, topology, workloads
-from gossamer.consensus import parse_control, planner
-from gossamer.errors import ImpossibleError, UserError, nearest
-from gossamer.optim import AccumAdam, AccumAdamW, DiLoCo
+from gossamer import topology, workloads
+from gossamer.consensus import make_round_source
+from gossamer.engine.parts import (
+    LR_SCALING_REGISTRY,
+    LR_SCHEDULE_REGISTRY,
+    OPTIMIZER_REGISTRY,
+    REGISTRIES,
+    split_optimizer,
+    with_absolute_paths,
+)
+from gossamer.errors import ImpossibleError, UserError
+from gossamer.optim import DiLoCo
+from gossamer.records import WorkloadFacts
+from gossamer.registry import Part, PlugInError, calls
 from gossamer.topology import Schedule
-from gossamer.workloads import Workload, parse_sharding
+from gossamer.workloads import Workload
 
 CENTRALIZED = "centralized"
 """In place of a topology: gradients are averaged over all workers, which hold one model."""
-
-OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
-    "sgd": SGD,
-    "adam": Adam,
-    "adamw": AdamW,
-    "accum_adam": AccumAdam,
-    "accum_adamw": AccumAdamW,
-}
-
-LR_SCHEDULES: dict[str, Callable[[float, float], float]] = {
-    "constant": lambda done, warmups: 1.0,
-    "cosine": lambda done, warmups: (1 + math.cos(math.pi * done)) / 2,
-    # Consensus control's setting: divided by 10 at 50 % and 75 %.
-    "steps": lambda done, warmups: 0.1 ** ((done >= 0.5) + (done >= 0.75)),
-    "inverse_sqrt": lambda done, warmups: max(1.0, warmups) ** -0.5,
-}
-"""Factor of the learning rate, of the share of training that is done, and of the steps that are,
-in lengths of the warm-up."""
-
-LR_SCALINGS: dict[str, Callable[[float], float]] = {
-    "none": lambda s: 1.0,
-    "linear": lambda s: s,
-    "sqrt": math.sqrt,
-}
-"""Factor of the learning rate, of s = batch size x averaging neighbourhood / reference batch."""
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -71,7 +57,7 @@ class RunSpec(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     workload: str
-    """A name in ``workloads.WORKLOADS``."""
+    """A name in ``workloads.WORKLOADS``, or a plug-in; as all fields that name a part."""
 
     workers: int = Field(ge=1)
     topology: str = "one_peer_exponential"
@@ -84,14 +70,14 @@ class RunSpec(BaseModel):
     order: Literal["awc", "atc"] = "awc"
     gossip_steps: int = Field(default=1, ge=1)
     control: str = "plain"
-    """As ``consensus.parse_control`` takes it."""
+    """A name in ``consensus.catalogue.CONTROLS``, with arguments."""
 
     seed: int = Field(default=0, ge=0)
     dtype: Literal["float32", "float64"] = "float32"
     optimizer: str = _FROM_RECIPE
-    """A name in ``OPTIMIZERS``."""
+    """A name in ``OPTIMIZERS``; arguments of ``"sgd(momentum=0.9)"`` become optimizer_options."""
 
-    optimizer_options: dict[str, float | bool | tuple[float, ...]] = _FROM_RECIPE
+    optimizer_options: dict[str, float | bool | str | tuple[float, ...]] = _FROM_RECIPE
     """As the optimizer's class takes them."""
 
     outer_lr: PositiveFloat | None = None
@@ -141,6 +127,10 @@ class RunSpec(BaseModel):
     evaluate_replicas: int = Field(default=8, ge=0)
     """How many workers' own models are evaluated."""
 
+    evaluate_samples: NonNegativeInt = _FROM_RECIPE
+    """Test samples of an evaluation on the way, the same ones in all runs; 0 for all of them. The
+    last evaluation is on all."""
+
     @model_validator(mode="before")
     @classmethod
     def _take_recipe(cls, given: dict[str, Any]) -> dict[str, Any]:
@@ -149,15 +139,8 @@ class RunSpec(BaseModel):
             return given
         workload = workloads.find(given.get("workload", ""))
         recipe = asdict(workload.recipe)
-        other_optimizer = given.get("optimizer", recipe["optimizer"]) != recipe["optimizer"]
-        if other_optimizer:  # its options are not the recipe's
-            recipe["optimizer_options"] = {}
-        full = {**recipe, **given}
-        if isinstance(full["optimizer_options"], dict):
-            full["optimizer_options"] = {
-                name: tuple(value) if isinstance(value, list) else value
-                for name, value in full["optimizer_options"].items()
-            }
+        full = {**recipe, **given, **split_optimizer(recipe, given)}
+        full = with_absolute_paths(full, Path.cwd())
         if full["steps_per_epoch"] is None:
             with contextlib.suppress(TypeError, KeyError):
                 per_step = full["workers"] * full["batch_size"]
@@ -166,27 +149,30 @@ class RunSpec(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> RunSpec:
-        _check_name(OPTIMIZERS, self.optimizer, "optimizer")
-        _check_name(LR_SCHEDULES, self.lr_schedule, "lr_schedule")
-        _check_name(LR_SCALINGS, self.lr_scaling, "lr_scaling")
-        parse_sharding(self.sharding)
+        for part in self.parts.values():
+            if not part.kind.given:
+                part.make()
         try:
             self.make_optimizer([torch.nn.Parameter(torch.zeros(1))])
+        except PlugInError:
+            raise
         except (TypeError, ValueError) as error:
             raise UserError(
                 f"optimizer_options must be those of {self.optimizer}, got "
                 f"{self.optimizer_options}: {error}"
             ) from error
-        parse_control(self.control)
         try:
             self._check_together()
+            self.lr_at(0)
+        except PlugInError:
+            raise
         except UserError as error:
             raise ImpossibleError(str(error)) from error
         return self
 
     def _check_together(self) -> None:
         if self.topology != CENTRALIZED:
-            planner(self.control, self.schedule, self.order, self.gossip_steps)
+            make_round_source(self.control, self.schedule, self.order, self.gossip_steps)
         elif self.control != "plain":
             raise UserError(
                 f"centralized training has nothing to control, got {self.control!r}; leave it out"
@@ -201,12 +187,33 @@ class RunSpec(BaseModel):
     def id(self) -> str:
         """A short name that differs wherever anything does that decides the result.
 
-        Two runs of one id agree to rounding and not to the bit: a simulation times how many workers
-        it computes at once, and takes what is fastest on that machine.
+        Two simulated runs of one id are equal to the bit, on machines of one kind with the same
+        versions and as many threads: nothing that is timed decides on what is computed. A limit of
+        time does (``max_train_s``), and too little memory may.
         """
-        fields = json.dumps(self.model_dump(exclude={"method"}), sort_keys=True)
-        text = f"{self.make_workload().version} {fields}"
+        fields = self.model_dump(exclude={"method"})
+        if self.evaluate_samples == self.make_workload().recipe.evaluate_samples:
+            del fields["evaluate_samples"]  # runs of before it was a field keep their ids
+        for name, part in self.parts.items():
+            if part.plugins:  # wherever they lie
+                fields[name] = part.identity
+        text = f"{self.make_workload().version} {json.dumps(fields, sort_keys=True)}"
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+    @property
+    def parts(self) -> dict[str, Part[Any]]:
+        """What its fields name, by field."""
+        return {
+            field: _look_up(field, getattr(self, field), self.steps_per_epoch)
+            for field in REGISTRIES
+            if getattr(self, field) != CENTRALIZED
+        }
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Digests and versions of the plug-ins that it names, for its records."""
+        plugins = [plugin for part in self.parts.values() for plugin in part.plugins.values()]
+        return {f"plug-in {plugin.label}": plugin.source for plugin in plugins}
 
     @property
     def num_steps(self) -> int:
@@ -234,7 +241,7 @@ class RunSpec(BaseModel):
         """
         done = step / self.num_steps if done is None else done
         warmups = (step + 1) / max(1.0, self.warmup_epochs * self.steps_per_epoch)
-        factor = LR_SCHEDULES[self.lr_schedule](done, warmups)
+        factor = _lr_schedule(self.lr_schedule)(done, warmups)
         return self.lr * self._scaling(step) * min(1.0, warmups) * factor
 
     def _scaling(self, step: int) -> float:
@@ -244,11 +251,17 @@ class RunSpec(BaseModel):
         if self.topology != CENTRALIZED and self.local_steps is None:
             round = self.schedule.round(step if self.lr_follows_graph else 0)
             neighbourhood = 1 + float(round.in_degrees.mean())
-        return LR_SCALINGS[self.lr_scaling](self.batch_size * neighbourhood / self.reference_batch)
+        scale = self.batch_size * neighbourhood / self.reference_batch
+        return LR_SCALING_REGISTRY.parse(self.lr_scaling).make(scale)
 
     def make_workload(self) -> Workload:
         """Return what is trained."""
         return workloads.find(self.workload)
+
+    @property
+    def workload_facts(self) -> WorkloadFacts:
+        """What its records keep of the workload."""
+        return facts_of(self.make_workload())
 
     def make_model(self) -> torch.nn.Module:
         """Return the model that every worker starts from; torch's own generator stays as it was."""
@@ -258,13 +271,24 @@ class RunSpec(BaseModel):
 
     def make_optimizer(self, parameters: Iterable[Tensor]) -> Optimizer:
         """Return the optimizer over these parameters."""
-        return OPTIMIZERS[self.optimizer](parameters, lr=self.lr, **self.optimizer_options)
+        part = OPTIMIZER_REGISTRY.parse(self.optimizer)
+        return part.make(parameters, lr=self.lr, **self.optimizer_options)
 
     def make_outer(self, parameters: Iterable[Tensor]) -> DiLoCo | None:
         """Return the outer optimizer, where there is one."""
         if self.outer_lr is None or self.local_steps is None:
             return None
         return DiLoCo(parameters, self.local_steps, self.outer_lr, self.outer_momentum)
+
+
+def facts_of(workload: Workload) -> WorkloadFacts:
+    """Return what an analysis has to know of a workload."""
+    return WorkloadFacts(
+        metric_name=workload.metric_name,
+        higher_is_better=workload.higher_is_better,
+        target=workload.target,
+        evaluate_samples=workload.recipe.evaluate_samples,
+    )
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> None:
@@ -278,14 +302,19 @@ def trained_names(model: torch.nn.Module) -> list[str]:
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
+@lru_cache(maxsize=1024)
+def _look_up(field: str, text: str, steps_per_epoch: int) -> Part[Any]:
+    """Return what a field names; kept, because every id asks."""
+    defaults = {"steps_per_epoch": steps_per_epoch} if field == "topology" else None
+    return REGISTRIES[field].parse(text, defaults)
+
+
 @lru_cache(maxsize=256)
 def make_schedule(text: str, workers: int, steps_per_epoch: int) -> Schedule:
     """Return the rounds that a run's topology names; kept, because a run asks at every step."""
     return topology.parse(text, workers, steps_per_epoch=steps_per_epoch)
 
 
-def _check_name(table: dict[str, Any], name: str, what: str) -> None:
-    if name not in table:
-        raise UserError(
-            f"{what} must be one of {', '.join(table)}, got {name!r}; {nearest(name, table)}"
-        )
+@lru_cache(maxsize=256)
+def _lr_schedule(text: str) -> Callable[[float, float], float]:
+    return LR_SCHEDULE_REGISTRY.parse(text).make

@@ -1,10 +1,47 @@
-"""The only code that moves parameters between processes."""
+"""The only code that moves parameters between processes.
 
-from gossamer.gossip.bulletin import ExchangeError
+A module imports only from those below it in this table, which is also the order of reading; a
+parameter goes through a step along ``step``, ``orders``, ``mixer`` and ``transport``.
+
+    What a user calls
+        decentralize       parse and check what this rank was given, compare it, connect
+        checkpoints        all ranks save, restore and stop at one step
+        scaler             all ranks skip a step or none does
+        gossip             the handle: average, measure, change parameters, save, end
+    What a checkpoint is
+        checkpoint_folder  files that are atomic and verified
+        snapshot           one rank's state as a file
+    Before anything is sent
+        preconditions      checks of one rank
+        handshake          the comparison across ranks
+    A step
+        worker             what the four above share: collective calls, the end
+        step               hooks around ``optimizer.step()``; blocks in which no step is taken
+        step_call          closures, steps within steps, other scalers
+        orders             awc and atc: when a step mixes
+        rank_meter         what a controller sees of all ranks
+        mixer              x ← W x on buckets, in two halves; owns what is in flight
+        replica            the parameters in buckets; their average, and putting them back
+        guard              parameters that are no longer what is sent
+        buckets            parameters as views of flat tensors
+    The wire
+        network            what opens and ends together
+        transport          the messages and all-reduces of a round
+        collector          a thread for further receives
+        collectives        what every rank takes part in
+        connections        process groups of our own, and work on them
+        telemetry          what it has cost
+    Failures
+        failures           where this rank is, and the error of what failed first
+        causes             which rank stopped first
+        notices            what ranks tell each other through the store
+"""
+
 from gossamer.gossip.checkpoints import Checkpoints
 from gossamer.gossip.decentralize import decentralize
-from gossamer.gossip.handle import Gossip
+from gossamer.gossip.failures import ExchangeError
+from gossamer.gossip.gossip import Gossip
 from gossamer.gossip.scaler import GradScaler
-from gossamer.gossip.stats import Stats
+from gossamer.gossip.telemetry import Stats
 
 __all__ = ["Checkpoints", "ExchangeError", "Gossip", "GradScaler", "Stats", "decentralize"]

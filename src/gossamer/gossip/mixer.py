@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from gossamer.gossip.bulletin import Bulletin
-from gossamer.gossip.transport import Exchange, Transport
+from gossamer.gossip.network import Network
+from gossamer.gossip.transport import Exchange
 from gossamer.topology import Round
 
 
@@ -45,8 +45,7 @@ class Mixer:
 
     Args:
         buckets: what is mixed.
-        transport: how it travels.
-        bulletin: where this rank notes its step and round.
+        network: how it travels.
         changing: buckets that are sent as a copy.
         compares_rounds: whether all ranks compare each round, where nothing else makes it the same.
     """
@@ -54,8 +53,7 @@ class Mixer:
     def __init__(
         self,
         buckets: Sequence[Tensor],
-        transport: Transport,
-        bulletin: Bulletin,
+        network: Network,
         changing: Sequence[Tensor] = (),
         *,
         compares_rounds: bool = False,
@@ -66,22 +64,19 @@ class Mixer:
         self._sources = [*buckets, *(torch.empty_like(bucket) for bucket in changing)]
         self._inboxes = [torch.empty_like(bucket) for bucket in self._targets]
         # - How it travels
-        self._transport = transport
-        self._bulletin = bulletin
+        self._transport = network.transport
+        self._collectives = network.collectives
+        self._detector = network.detector
+        self._telemetry = network.telemetry
         self._compares_rounds = compares_rounds
         self._in_flight: list[Exchange] = []
         self._comparison: Callable[[], None] | None = None
-        # - Time, in seconds so far
-        self.exposed_s = 0.0
-        """Spent waiting for exchanges."""
-        self.in_flight_s = 0.0
-        """Between the start of a round and the end of its wait."""
         self._started_at = 0.0
 
     @property
     def state(self) -> MixerState:
         """Where it is; broken from the first failure on, whichever wait it was in."""
-        return MixerState.BROKEN if self._bulletin.broken else self._state
+        return MixerState.BROKEN if self._detector.broken else self._state
 
     def start(self, round: Round, step: int, *, agrees_on: str = "") -> None:
         """Begin to exchange all buckets; returns at once.
@@ -91,14 +86,14 @@ class Mixer:
             step: the step that will finish it, for whoever asks why it failed.
             agrees_on: a digest that must be the same on all ranks, which compare it meanwhile.
         """
-        self._bulletin.raise_failure()
+        self._detector.raise_failure()
         assert self.state is MixerState.IDLE, "finish a round before the next one starts"
-        self._bulletin.at(step, round.digest)
+        self._detector.at(step, round.digest)
         self._started_at = time.perf_counter()
         with record_function("Mixer::start"), torch.no_grad():
             digest = agrees_on or (round.digest if self._compares_rounds else "")
             if digest:
-                self._comparison = self._transport.begin_comparison(digest)
+                self._comparison = self._collectives.begin_comparison(digest)
             for tag, (source, target) in enumerate(zip(self._sources, self._targets, strict=True)):
                 if source is not target:
                     source.copy_(target)
@@ -108,7 +103,7 @@ class Mixer:
 
     def drain(self) -> None:
         """Wait until nothing is on the wire; the mixing itself is left to ``finish``."""
-        self._bulletin.raise_failure()
+        self._detector.raise_failure()
         if self.state is MixerState.IN_FLIGHT:
             with record_function("Mixer::drain"):
                 for exchange in self._in_flight:
@@ -117,7 +112,7 @@ class Mixer:
 
     def finish(self) -> None:
         """Wait for each bucket and mix it, in the order in which they were started."""
-        self._bulletin.raise_failure()
+        self._detector.raise_failure()
         assert self.state in (MixerState.IN_FLIGHT, MixerState.DRAINED), (
             f"nothing to finish: {self.state}"
         )
@@ -160,9 +155,9 @@ class Mixer:
             self._comparison()
             self._comparison = None
         self._transport.wait_for(exchange)
-        self.exposed_s += time.perf_counter() - began
+        self._telemetry.exposed_s += time.perf_counter() - began
 
     def _landed(self, state: MixerState) -> None:
         if self.state is MixerState.IN_FLIGHT:
-            self.in_flight_s += time.perf_counter() - self._started_at
+            self._telemetry.in_flight_s += time.perf_counter() - self._started_at
         self._state = state

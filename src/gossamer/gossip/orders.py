@@ -1,68 +1,93 @@
-"""When mixing happens around an optimizer's step; see decentralize.py for the two updates."""
+"""When a step mixes.
+
+Around the update of step t:
+
+    awc (adapt while combine)              atc (adapt then combine)
+    1. finish the exchange of x_t, mix     1. optimizer step
+    2. optimizer step                      2. exchange and mix, as often as asked
+    3. start the exchange of x_{t+1}
+
+    x_{t+1} = Opt(W_t x_t; g(x_t))         x_{t+1} = W_t Opt(x_t; g(x_t))
+
+Under awc the exchange has the whole next forward and backward pass to hide in, and the gradient was
+taken at the unmixed parameters. All workers start equal, so awc's step 0 has nothing to mix.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, final
 
-from gossamer.consensus import Plan
+from gossamer.consensus import RoundSource
 from gossamer.gossip.mixer import Mixer, MixerState
 from gossamer.topology import Round
 
 
 class Order(Protocol):
-    """What a gossip does before and after step t."""
+    """What a worker does before and after its update at step t."""
 
-    def before_step(self, mixer: Mixer, plan: Plan, step: int) -> None:
+    def before_update(self, step: int) -> None:
         """Come between backward pass and update."""
         ...
 
-    def after_step(self, mixer: Mixer, plan: Plan, step: int) -> None:
+    def after_update(self, step: int) -> None:
         """Come between update and next forward pass."""
         ...
 
-    def resume(self, mixer: Mixer, plan: Plan, step: int) -> None:
+    def resume(self, step: int) -> None:
         """Bring an idle mixer to where it is before a step that others led up to."""
         ...
 
 
 @final
 class _AdaptWhileCombine:
-    def before_step(self, mixer: Mixer, plan: Plan, step: int) -> None:
-        plan.before_update(step)
-        if mixer.state is not MixerState.IDLE:  # idle at step 0: all start equal
-            mixer.finish()
+    def __init__(self, mixer: Mixer, source: RoundSource) -> None:
+        self._mixer = mixer
+        self._source = source
 
-    def after_step(self, mixer: Mixer, plan: Plan, step: int) -> None:
-        self._start(mixer, plan, plan.rounds(step + 1), step + 1)
+    def before_update(self, step: int) -> None:
+        self._source.before_update(step)
+        if self._mixer.state is not MixerState.IDLE:  # idle at step 0: all start equal
+            self._mixer.finish()
 
-    def resume(self, mixer: Mixer, plan: Plan, step: int) -> None:
-        self._start(mixer, plan, plan.again(step), step)
+    def after_update(self, step: int) -> None:
+        self._start(self._source.rounds(step + 1), step + 1)
 
-    def _start(self, mixer: Mixer, plan: Plan, rounds: tuple[Round, ...], step: int) -> None:
+    def resume(self, step: int) -> None:
+        self._start(self._source.resume(step), step)
+
+    def _start(self, rounds: tuple[Round, ...], step: int) -> None:
         (round,) = rounds
-        mixer.start(round, step, agrees_on=_digest(plan))
+        self._mixer.start(round, step, agrees_on=_digest_of(self._source))
 
 
 @final
 class _AdaptThenCombine:
-    def before_step(self, mixer: Mixer, plan: Plan, step: int) -> None:
-        plan.before_update(step)
+    def __init__(self, mixer: Mixer, source: RoundSource) -> None:
+        self._mixer = mixer
+        self._source = source
 
-    def after_step(self, mixer: Mixer, plan: Plan, step: int) -> None:
-        rounds = plan.rounds(step)
-        agrees_on = _digest(plan)
+    def before_update(self, step: int) -> None:
+        self._source.before_update(step)
+
+    def after_update(self, step: int) -> None:
+        rounds = self._source.rounds(step)
+        agrees_on = _digest_of(self._source)
         for round in rounds:
-            mixer.start(round, step, agrees_on=agrees_on)
-            mixer.finish()
+            self._mixer.start(round, step, agrees_on=agrees_on)
+            self._mixer.finish()
             agrees_on = ""  # on all rounds of the step, before the first
 
-    def resume(self, mixer: Mixer, plan: Plan, step: int) -> None:
+    def resume(self, step: int) -> None:
         pass
 
 
-def _digest(plan: Plan) -> str:
+def _digest_of(source: RoundSource) -> str:
     """Return what all ranks must have decided; nothing where they had nothing to decide."""
-    return "" if plan.decision is None else plan.decision.digest
+    return "" if source.decision is None else source.decision.digest
 
 
-ORDERS: dict[str, Order] = {"awc": _AdaptWhileCombine(), "atc": _AdaptThenCombine()}
+ORDERS: dict[str, Callable[[Mixer, RoundSource], Order]] = {
+    "awc": _AdaptWhileCombine,
+    "atc": _AdaptThenCombine,
+}

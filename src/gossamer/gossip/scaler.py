@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, ClassVar, final
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-if TYPE_CHECKING:
-    from gossamer.gossip.handle import Gossip
+from gossamer.gossip.gossip import Gossip, worker_of
 
 
 @final
@@ -24,9 +23,12 @@ class GradScaler(torch.amp.GradScaler):
         **options: as torch's, such as ``init_scale``.
     """
 
+    skips_on_all_ranks: ClassVar[bool] = True
+    """What the hook of a step asks a scaler for; torch's own has no such thing."""
+
     def __init__(self, gossip: Gossip, **options: Any) -> None:
         super().__init__(gossip.device.type, **options)
-        self._gossip = gossip
+        self._worker = worker_of(gossip)
 
     # Both ways of torch's step, with and without a fused optimizer, look for infinities here.
     def _unscale_grads_(
@@ -34,7 +36,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         here = any(map(bool, found.values()))
-        anywhere = any(self._gossip.begin_gather(int(here), "GradScaler's step")())
+        anywhere = any(self._worker.begin_gather(int(here), "GradScaler's step")())
         for flag in found.values():
             flag.fill_(float(anywhere))
         return found
@@ -43,6 +45,6 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> float | None:
         if any(map(bool, optimizer_state["found_inf_per_device"].values())):
-            self._gossip.skip(optimizer)
+            self._worker.step.skip(optimizer)
             return None
         return optimizer.step(*args, **kwargs)

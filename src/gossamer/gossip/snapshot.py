@@ -1,8 +1,8 @@
 """One rank's state as a file: its tensors as safetensors, everything else as JSON among them.
 
 Nothing in the file is executed when it is read. A state is what ``state_dict()`` returns: dicts
-with keys that are texts or integers, lists, tuples, tensors, numbers, texts and None, nested. It
-comes back as it was: tuples stay tuples, floats are exact, tensors keep dtype and strides.
+with keys that are strings or integers, lists, tuples, tensors, numbers, strings and None, nested.
+It comes back as it was: tuples stay tuples, floats are exact, tensors keep dtype and strides.
 
 In the JSON a list is a list, and other things that JSON does not have are an object of one kind:
 ``{"tuple": [...]}``, ``{"dict": [[key, value], ...]}``, ``{"tensor": name}``.
@@ -25,11 +25,11 @@ from torch import Tensor, nn
 from gossamer.errors import UserError
 from gossamer.gossip.buckets import is_dense
 
-State: TypeAlias = dict[str, Any]
+StateDict: TypeAlias = dict[str, Any]
 _Path: TypeAlias = tuple[object, ...]
 
 _STRUCTURE = "structure.json"
-"""Name of the JSON, a tensor of bytes: safetensors has a place for texts too, but a small one."""
+"""Name of the JSON, a tensor of bytes: safetensors has a place for strings too, but a small one."""
 
 _RESERVED = ("__metadata__", _STRUCTURE)
 
@@ -53,7 +53,7 @@ class DamagedError(Exception):
     """A file is not what was written."""
 
 
-def write(path: Path, state: State) -> int:
+def write(path: Path, state: StateDict) -> int:
     """Write a state to a file, through to the disk; return its checksum."""
     packer = _Packer()
     structure = json.dumps(packer.pack(state, ())).encode()
@@ -64,7 +64,7 @@ def write(path: Path, state: State) -> int:
     return checksum_of(path)
 
 
-def read(path: Path, checksum: int) -> State:
+def read(path: Path, checksum: int) -> StateDict:
     """Return the state in a file, on the CPU; raise DamagedError where the checksum differs."""
     found = checksum_of(path)
     if found != checksum:
@@ -74,7 +74,7 @@ def read(path: Path, checksum: int) -> State:
     return _unpack(json.loads(tensors.pop(_STRUCTURE).numpy().tobytes()), tensors)
 
 
-def average(states: Iterable[State]) -> State:
+def average(states: Iterable[StateDict]) -> StateDict:
     """Return the mean of the states of all workers, which may be read one after the other.
 
     Tensors of real or complex numbers are averaged in double precision. Everything else is the
@@ -221,7 +221,7 @@ def _tensors_in(value: Any, path: _Path = ()) -> Generator[tuple[_Path, Tensor]]
             yield from _tensors_in(item, (*path, place))
 
 
-def _shapes_in(state: State) -> dict[_Path, str]:
+def _shapes_in(state: StateDict) -> dict[_Path, str]:
     return {path: str([*tensor.shape]) for path, tensor in _tensors_in(state)}
 
 

@@ -5,6 +5,17 @@ See docs/lab.md. The emulated compute is in `gossamer.lab.compute`, apart, becau
 
 from gossamer.lab.cluster import Cluster
 from gossamer.lab.layout import Layout, one_switch, parse_layout
-from gossamer.lab.processes import HostFailed, Job
+from gossamer.lab.processes import HostFailed, HostProcesses
 
-__all__ = ["Cluster", "HostFailed", "Job", "Layout", "one_switch", "parse_layout"]
+Job = HostProcesses
+"""Its name before: elsewhere a job is what a runtime model predicts."""
+
+__all__ = [
+    "Cluster",
+    "HostFailed",
+    "HostProcesses",
+    "Job",
+    "Layout",
+    "one_switch",
+    "parse_layout",
+]

@@ -15,7 +15,7 @@ from typing import Self, final
 
 from gossamer.lab.layout import Host, Layout
 from gossamer.lab.network import INTERFACE, Network, sent_bytes, set_link
-from gossamer.lab.processes import Job, Launch, Sink
+from gossamer.lab.processes import HostProcesses, Launch, Sink
 from gossamer.lab.verify import Measurement, measure
 
 _MASTER_PORT = 29500
@@ -23,7 +23,10 @@ _print_lock = threading.Lock()
 
 
 def print_line(host: str, line: str) -> None:
-    """Print a line of output after the name of the host that it comes from."""
+    """Print a line of a command's output after the name of the host that it comes from.
+
+    The words are the command's own, as those that ``subprocess.run`` lets through by default.
+    """
     with _print_lock:
         print(f"[{host}] {line}", flush=True)
 
@@ -65,7 +68,7 @@ class Cluster:
         *,
         environment: Mapping[str, str] | None = None,
         sink: Sink = print_line,
-    ) -> Job:
+    ) -> HostProcesses:
         """Start a command on every host and return at once.
 
         Args:
@@ -81,9 +84,9 @@ class Cluster:
             )
             for host in self.layout.hosts
         ]
-        job = Job(command, launches, sink)
-        self._open.callback(job.stop)
-        return job
+        processes = HostProcesses(command, launches, sink)
+        self._open.callback(processes.stop)
+        return processes
 
     def run(
         self,
@@ -93,7 +96,7 @@ class Cluster:
         sink: Sink = print_line,
         timeout_s: float = math.inf,
     ) -> None:
-        """Run a command on every host until it has ended on all; see `Job.wait`."""
+        """Run a command on every host until it has ended on all; see `HostProcesses.wait`."""
         self.start(command, environment=environment, sink=sink).wait(timeout_s)
 
     def cut(self, link: str) -> None:

@@ -55,8 +55,8 @@ class Launch:
 
 
 @final
-class Job:
-    """A command that runs on several hosts.
+class HostProcesses:
+    """The processes of one command, which runs on several hosts.
 
     The thread that starts it must outlive it: the kernel ends the processes when that thread
     ends, which is what leaves none behind after a `kill -9` of the lab.

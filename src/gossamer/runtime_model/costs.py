@@ -22,12 +22,10 @@ import numpy as np
 
 from gossamer.errors import UserError
 from gossamer.runtime_model import profile as profiles
-from gossamer.runtime_model.model import Exchange, Meet
+from gossamer.runtime_model.model import ExchangeTime, Meet
 from gossamer.topology import Round
-from gossamer.topology.round import FloatArray, IntArray
-
-SMALLEST_REDUCED = 3
-"""Of gossip.transport, which is not imported because a plan needs no torch."""
+from gossamer.topology.arrays import FloatArray, IntArray
+from gossamer.topology.cost import ring_copies, ring_messages
 
 
 @final
@@ -97,41 +95,32 @@ def everyone(times: FloatArray) -> FloatArray:
     return np.broadcast_to(times.max(axis=1, keepdims=True), times.shape)
 
 
-def nothing(num_workers: int, num_buckets: int) -> Exchange:
+def nothing(num_workers: int, num_buckets: int) -> ExchangeTime:
     """Return the exchange of an iteration without communication."""
-    return Exchange(alone, np.zeros((num_workers, num_buckets)))
+    return ExchangeTime(alone, np.zeros((num_workers, num_buckets)))
 
 
-def mix(links: Links, round: Round, bucket_bytes: Sequence[int]) -> Exchange:
+def mix(links: Links, round: Round, bucket_bytes: Sequence[int]) -> ExchangeTime:
     """Return the exchange of a round, as gossip runs it.
 
-    Groups of three or more all-reduce; everything else is messages, which a worker
-    receives one after the other. It meets those it sends to as well: a message moves when both
-    ends are there, and its sends must be taken before it goes on.
+    What is no all-reduce is messages, which a worker receives one after the other. It meets those
+    it sends to as well: a message moves when both ends are there, and its sends must be taken
+    before it goes on.
     """
     groups = round.groups()
-    reduced = reduced_groups(round)
-    cost_WK = _reduce_cost(links, reduced, bucket_bytes)
-    matrix = round.matrix().tocoo()
-    receivers, senders = (index.astype(np.int64) for index in matrix.coords)
-    sent = (receivers != senders) & ~np.isin(receivers, [i for group in reduced for i in group])
-    senders, receivers = senders[sent], receivers[sent]
+    cost_WK = _reduce_cost(links, round.reduced_groups(), bucket_bytes)
+    receivers, senders = round.messages()
     per_bit_W = _busiest(links, senders, receivers, np.ones(len(senders)))
     per_bit_W /= np.where(round.in_degrees > 1, links.fan_in_efficiency, links.pair_efficiency)
     latency_W = _sum_by(receivers, _latency(links, senders, receivers), links.num_workers)
     meet = _within(groups) if groups is not None else _with_neighbours(round)
-    return Exchange(meet, cost_WK + _affine(latency_W, per_bit_W, bucket_bytes))
+    return ExchangeTime(meet, cost_WK + _affine(latency_W, per_bit_W, bucket_bytes))
 
 
-def reduced_groups(round: Round) -> list[IntArray]:
-    """Return the groups of a round that gossip all-reduces; pairs exchange messages."""
-    return [group for group in round.groups() or () if len(group) >= SMALLEST_REDUCED]
-
-
-def all_reduce(links: Links, bucket_bytes: Sequence[int]) -> Exchange:
+def all_reduce(links: Links, bucket_bytes: Sequence[int]) -> ExchangeTime:
     """Return an all-reduce of everyone."""
     groups = (np.arange(links.num_workers),)
-    return Exchange(everyone, _reduce_cost(links, groups, bucket_bytes))
+    return ExchangeTime(everyone, _reduce_cost(links, groups, bucket_bytes))
 
 
 def _reduce_cost(
@@ -183,8 +172,8 @@ def _ring_cost(
     copies, turns = np.zeros(links.num_workers), np.zeros(links.num_workers)
     for members, share in zip(rings, shares, strict=True):
         successor[members] = np.roll(members, -1)
-        copies[members] = share * 2 * (len(members) - 1) / len(members)
-        turns[members] = 2 * (len(members) - 1)
+        copies[members] = share * ring_copies(len(members))
+        turns[members] = ring_messages(len(members))
     senders = np.flatnonzero(turns)
     receivers = successor[senders]
     per_bit_W = _busiest(links, senders, receivers, copies[senders])

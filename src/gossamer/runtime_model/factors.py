@@ -19,7 +19,7 @@ from typing import final
 
 from gossamer.runtime_model.costs import everyone
 from gossamer.runtime_model.methods import Job, ddp
-from gossamer.runtime_model.model import Exchange, Method, Trials, predict
+from gossamer.runtime_model.model import ExchangeTime, TimedMethod, Trials, predict
 
 _SWITCHES: tuple[str, ...] = ("overlap", "links", "tolerance")
 
@@ -36,7 +36,7 @@ class Split:
     tolerance_s: float
 
 
-def split_saving(job: Job, method: Method, trials: Trials | None = None) -> Split:
+def split_saving(job: Job, method: TimedMethod, trials: Trials | None = None) -> Split:
     """Return where the saving of a method over DDP comes from."""
     sampled = trials or job.trials()
     reference = ddp(job)
@@ -44,12 +44,13 @@ def split_saving(job: Job, method: Method, trials: Trials | None = None) -> Spli
     def seconds(thrown: frozenset[str]) -> float:
         own = method if "overlap" in thrown else reference
 
-        def exchange(step: int) -> Exchange:
+        def exchange(step: int) -> ExchangeTime:
             costs = method.exchange(step) if "links" in thrown else reference.exchange(step)
             meet = method.exchange(step).meet if "tolerance" in thrown else everyone
-            return Exchange(meet, costs.cost_WK)
+            return ExchangeTime(meet, costs.cost_WK)
 
-        return predict(Method(own.order, own.compute, own.num_workers, exchange), sampled).mean_s
+        timed = TimedMethod(own.order, own.compute, own.num_workers, exchange)
+        return predict(timed, sampled).mean_s
 
     time_of = {
         thrown: seconds(thrown)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gossamer.runtime_model import costs
-from gossamer.runtime_model.model import Exchange
+from gossamer.runtime_model.model import ExchangeTime
 from gossamer.runtime_model.profile import Link, Network, Pair
 from gossamer.topology import one_peer_ring, ring
 
@@ -226,7 +226,7 @@ class _Pattern(NamedTuple):
 
 
 def _pattern(
-    field: str, cost: Callable[[list[int]], Exchange], act: Callable[[int], None]
+    field: str, cost: Callable[[list[int]], ExchangeTime], act: Callable[[int], None]
 ) -> _Pattern:
     """Return a pattern with as many bytes as should take the window."""
 

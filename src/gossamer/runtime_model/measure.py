@@ -98,7 +98,7 @@ def measure(
 
 @final
 @dataclass(slots=True)
-class _Step:
+class _StepTimes:
     """When the parts of one step began and ended."""
 
     previous_end: float
@@ -127,7 +127,7 @@ class _Stopwatch:
         trained: list[Tensor],
         warmup: int,
         steps: int,
-        finish: Callable[[list[Tensor], list[_Step]], None],
+        finish: Callable[[list[Tensor], list[_StepTimes]], None],
     ) -> None:
         self._model = model
         self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
@@ -135,8 +135,8 @@ class _Stopwatch:
         self._warmup, self._num_steps, self._finish = warmup, warmup + steps, finish
         atexit.register(self._warn)
         self._synchronize = trained[0].device.type != "cpu"
-        self._steps: list[_Step] = []
-        self._now = _Step(self._clock())
+        self._steps: list[_StepTimes] = []
+        self._now = _StepTimes(self._clock())
         self._hooks: list[RemovableHandle] = [
             model.register_forward_pre_hook(self._forward_starts),
             model.register_forward_hook(self._forward_ends),
@@ -190,7 +190,7 @@ class _Stopwatch:
         self._now.update_end = self._clock()
         if self._now.ready and self._now.forward_start:
             self._steps.append(self._now)
-        self._now = _Step(self._clock())
+        self._now = _StepTimes(self._clock())
         if self._done:
             atexit.unregister(self._warn)
             self._finish(self._trained, self._steps[self._warmup :])
@@ -213,7 +213,7 @@ def _finish(
     draft: dict[str, Any],
     path: Path,
     trained: list[Tensor],
-    steps: list[_Step],
+    steps: list[_StepTimes],
 ) -> None:
     """Gather all ranks' times and write the profile; a collective call."""
     # Rank 0's buckets for all, with those last whose parameters had no gradient: they travel, too.
@@ -268,7 +268,7 @@ def _factors(computed: list[list[float]]) -> list[float]:
     return [factor / mean for factor in factors]
 
 
-def _times(step: _Step, parts: list[list[int]]) -> list[float]:
+def _times(step: _StepTimes, parts: list[list[int]]) -> list[float]:
     """Return other, forward, update, and the backward pass of each bucket."""
     ends = [max(step.ready.get(index, 0.0) for index in part) for part in parts]
     backward: list[float] = []

@@ -16,9 +16,9 @@ from gossamer.runtime_model.costs import Links
 from gossamer.runtime_model.model import (
     ITERATIONS,
     Compute,
-    Exchange,
-    Method,
+    ExchangeTime,
     Order,
+    TimedMethod,
     Trials,
     after_update,
     gamma,
@@ -77,28 +77,28 @@ class Job(NamedTuple):
         return Trials(draw=draw, num_trials=num_trials if varies else 1, seed=seed)
 
 
-Build: TypeAlias = Callable[[Job], Method]
+Build: TypeAlias = Callable[[Job], TimedMethod]
 
 
-def local(job: Job) -> Method:
+def local(job: Job) -> TimedMethod:
     """Every worker for itself."""
     none = costs.nothing(job.links.num_workers, len(job.bucket_bytes))
-    return Method(after_update, job.compute(0), job.links.num_workers, lambda step: none)
+    return TimedMethod(after_update, job.compute(0), job.links.num_workers, lambda step: none)
 
 
-def ddp(job: Job) -> Method:
+def ddp(job: Job) -> TimedMethod:
     """All-reduce of gradients, bucket by bucket, during the backward pass."""
     exchange = costs.all_reduce(job.links, job.bucket_bytes)
     # Gradients are copied into buckets and back.
     compute = job.compute(2, job.profile.hooks.ddp_s)
-    return Method(in_backward, compute, job.links.num_workers, lambda step: exchange)
+    return TimedMethod(in_backward, compute, job.links.num_workers, lambda step: exchange)
 
 
-def post_local_sgd(job: Job, *, period: int) -> Method:
+def post_local_sgd(job: Job, *, period: int) -> TimedMethod:
     """Local steps, and an all-reduce of the parameters after every few."""
     reduce = costs.all_reduce(job.links, job.bucket_bytes)
     none = costs.nothing(job.links.num_workers, len(job.bucket_bytes))
-    return Method(
+    return TimedMethod(
         after_update,
         job.compute(2 / period),
         job.links.num_workers,
@@ -108,7 +108,7 @@ def post_local_sgd(job: Job, *, period: int) -> Method:
 
 def gossip(
     job: Job, *, schedule: Schedule, order: Order = whole_step, num_steps: int = ITERATIONS
-) -> Method:
+) -> TimedMethod:
     """Mixing of parameters on a schedule of rounds.
 
     Args:
@@ -123,15 +123,15 @@ def gossip(
         stride = max(1, num_steps // ITERATIONS)
 
     @cache
-    def of_round(index: int) -> Exchange:
+    def of_round(index: int) -> ExchangeTime:
         return costs.mix(job.links, schedule.round(index * stride), job.bucket_bytes)
 
-    def exchange(step: int) -> Exchange:
+    def exchange(step: int) -> ExchangeTime:
         return of_round(step % period)
 
     passes = [_passes(schedule.round(index * stride)) for index in range(period)]
     compute = job.compute(float(np.mean(passes)), job.profile.hooks.gossip_s)
-    return Method(order, compute, job.links.num_workers, exchange)
+    return TimedMethod(order, compute, job.links.num_workers, exchange)
 
 
 def _passes(round: Round) -> float:
@@ -139,10 +139,7 @@ def _passes(round: Round) -> float:
 
     A message is mixed in one pass; an all-reduce is copied to and from.
     """
-    passes_W = round.in_degrees.astype(np.float64)
-    for members in costs.reduced_groups(round):
-        passes_W[members] = 2.0
-    return float(passes_W.mean())
+    return float(np.where(round.reduces, 2.0, round.in_degrees).mean())
 
 
 LOCAL_STEPS = 4
@@ -165,7 +162,7 @@ def schedule_of(topology: str, job: Job) -> Schedule:
     )
 
 
-def build(name: str, job: Job, order: Order = whole_step) -> Method:
+def build(name: str, job: Job, order: Order = whole_step) -> TimedMethod:
     """Return the method of a name: a row of METHODS, or a topology that gossip uses in an order."""
     if name in METHODS:
         return METHODS[name](job)

@@ -18,14 +18,14 @@ from typing import Literal, NamedTuple, TypeAlias, final
 import numpy as np
 
 from gossamer.errors import UserError
-from gossamer.topology.round import FloatArray
+from gossamer.topology.arrays import FloatArray
 
 Task: TypeAlias = Literal["F", "B", "C", "U"]
 
 Meet: TypeAlias = Callable[[FloatArray], FloatArray]
 """From times [R, W] to the latest among those whom each worker meets, itself included."""
 
-Draw: TypeAlias = Callable[[np.random.Generator, tuple[int, int]], FloatArray]
+DrawFactors: TypeAlias = Callable[[np.random.Generator, tuple[int, int]], FloatArray]
 """Normalized compute times [R, W] of one iteration: positive, mean 1."""
 
 
@@ -49,8 +49,8 @@ class Compute:
 
 @final
 @dataclass(frozen=True, slots=True)
-class Exchange:
-    """One iteration's communication."""
+class ExchangeTime:
+    """What one iteration's exchange waits for, and how long it takes."""
 
     meet: Meet
     cost_WK: FloatArray
@@ -66,8 +66,8 @@ class Span(NamedTuple):
     end: FloatArray
 
 
-class State(NamedTuple):
-    """Where workers are between two iterations."""
+class Clocks(NamedTuple):
+    """The time at which each worker is, between two iterations."""
 
     free: FloatArray
     """When each worker can begin the next forward pass, [R, W]."""
@@ -76,83 +76,83 @@ class State(NamedTuple):
     """When each bucket's last exchange ends, [R, W] each."""
 
 
-Order: TypeAlias = Callable[[State, Compute, FloatArray, Exchange, list[Span]], State]
-"""Take one iteration: from the state, compute, factors [R, W] and exchange; append its spans."""
+Order: TypeAlias = Callable[[Clocks, Compute, FloatArray, ExchangeTime, list[Span]], Clocks]
+"""Take one iteration: from the clocks, compute, factors [R, W] and exchange; append its spans."""
 
 
 @final
 @dataclass(frozen=True, slots=True)
-class Method:
-    """A way to train: an order, and the exchange of each iteration."""
+class TimedMethod:
+    """A method as the model runs it: an order, and the exchange of each iteration."""
 
     order: Order
     compute: Compute
     num_workers: int
-    exchange: Callable[[int], Exchange]
+    exchange: Callable[[int], ExchangeTime]
 
 
 def bucket_wise(
-    state: State, compute: Compute, factor: FloatArray, exchange: Exchange, spans: list[Span]
-) -> State:
+    clocks: Clocks, compute: Compute, factor: FloatArray, exchange: ExchangeTime, spans: list[Span]
+) -> Clocks:
     """Overlapped, as in the paper: each bucket is mixed and updated within the backward pass.
 
     U_k starts at max(end B_k, end of the bucket's last C); C_k when all that meet have ended U_k
     and their previous C.
     """
-    now = _run(spans, "F", 0, state.free, compute.forward_s * factor)
-    wire, landed = state.landed[-1], list[FloatArray]()
+    now = _run(spans, "F", 0, clocks.free, compute.forward_s * factor)
+    wire, landed = clocks.landed[-1], list[FloatArray]()
     for k, (backward_s, update_s) in enumerate(
         zip(compute.backward_s, compute.update_s, strict=True)
     ):
         now = _run(spans, "B", k, now, backward_s * factor)
-        now = _run(spans, "U", k, np.maximum(now, state.landed[k]), update_s)
+        now = _run(spans, "U", k, np.maximum(now, clocks.landed[k]), update_s)
         start = exchange.meet(np.maximum(now, wire))
         wire = _run(spans, "C", k, start, exchange.cost_WK[:, k])
         landed.append(wire)
-    return State(now, landed)
+    return Clocks(now, landed)
 
 
 def whole_step(
-    state: State, compute: Compute, factor: FloatArray, exchange: Exchange, spans: list[Span]
-) -> State:
+    clocks: Clocks, compute: Compute, factor: FloatArray, exchange: ExchangeTime, spans: list[Span]
+) -> Clocks:
     """Overlapped, as ``decentralize`` does it: finish all buckets, update, start all buckets.
 
     U starts at max(end of the last B, end of the last step's C); C_k when all that meet have ended
     U and C_(k−1). A worker begins no exchange before it has finished the last one, its sends
     included.
     """
-    now = _forward_backward(state.free, compute, factor, spans)
-    now = np.maximum(now, state.landed[-1])  # buckets land in order
+    now = _forward_backward(clocks.free, compute, factor, spans)
+    now = np.maximum(now, clocks.landed[-1])  # buckets land in order
     now = _update(now, compute, spans)
-    return State(now, _exchange(now, exchange, spans))
+    return Clocks(now, _exchange(now, exchange, spans))
 
 
 def after_update(
-    state: State, compute: Compute, factor: FloatArray, exchange: Exchange, spans: list[Span]
-) -> State:
+    clocks: Clocks, compute: Compute, factor: FloatArray, exchange: ExchangeTime, spans: list[Span]
+) -> Clocks:
     """Not overlapped (adapt then combine, local steps): the exchange follows the update."""
-    now = _forward_backward(state.free, compute, factor, spans)
+    now = _forward_backward(clocks.free, compute, factor, spans)
     landed = _exchange(_update(now, compute, spans), exchange, spans)
-    return State(landed[-1], landed)
+    return Clocks(landed[-1], landed)
 
 
 def in_backward(
-    state: State, compute: Compute, factor: FloatArray, exchange: Exchange, spans: list[Span]
-) -> State:
+    clocks: Clocks, compute: Compute, factor: FloatArray, exchange: ExchangeTime, spans: list[Span]
+) -> Clocks:
     """As DDP: gradients travel as the backward pass completes them; the update waits for all.
 
     C_k starts when all that meet have ended B_k and C_(k−1); U at the end of the last C.
     """
-    now = _run(spans, "F", 0, state.free, compute.forward_s * factor)
-    wire, landed = state.free, list[FloatArray]()
+    now = _run(spans, "F", 0, clocks.free, compute.forward_s * factor)
+    wire, landed = clocks.free, list[FloatArray]()
     for k, backward_s in enumerate(compute.backward_s):
         now = _run(spans, "B", k, now, backward_s * factor)
         wire = _run(spans, "C", k, exchange.meet(np.maximum(now, wire)), exchange.cost_WK[:, k])
         landed.append(wire)
-    return State(_update(np.maximum(now, wire), compute, spans), landed)
+    return Clocks(_update(np.maximum(now, wire), compute, spans), landed)
 
 
-def gamma(variance: float) -> Draw:
+def gamma(variance: float) -> DrawFactors:
     """Compute times from a gamma distribution: positive, with mean 1 and this variance."""
     if variance < 0:
         raise UserError(f"a variance must not be negative, got {variance}; use 0 for none")
@@ -161,7 +161,7 @@ def gamma(variance: float) -> Draw:
     return lambda rng, shape: rng.gamma(1 / variance, variance, shape)
 
 
-def resampled(factors: Sequence[float]) -> Draw:
+def resampled(factors: Sequence[float]) -> DrawFactors:
     """Compute times drawn from measured ones, with replacement."""
     measured = np.asarray(factors) / np.mean(factors)
     return lambda rng, shape: rng.choice(measured, shape)
@@ -178,7 +178,7 @@ ITERATIONS = 96
 class Trials:
     """How a prediction is sampled: random factors, and how many of them."""
 
-    draw: Draw = _EVEN
+    draw: DrawFactors = _EVEN
     num_trials: int = 1
     iterations: int = ITERATIONS
 
@@ -201,15 +201,15 @@ class Prediction:
     """Mean time per iteration in which a worker computes nothing: it waits for C, or for others."""
 
 
-def predict(method: Method, trials: Trials = Trials()) -> Prediction:  # noqa: B008 - frozen
+def predict(method: TimedMethod, trials: Trials = Trials()) -> Prediction:  # noqa: B008 - frozen
     """Return how long iterations take."""
     durations, exposed = list[FloatArray](), list[FloatArray]()
     before = np.zeros((trials.num_trials, method.num_workers))
-    for step, (state, factor, _) in enumerate(_iterate(method, trials)):
+    for step, (clocks, factor, _) in enumerate(_iterate(method, trials)):
         if step >= trials.warmup:
-            durations.append(state.free - before)
+            durations.append(clocks.free - before)
             exposed.append(durations[-1] - _busy(method.compute, factor))
-        before = state.free
+        before = clocks.free
     p05, p50, p95 = np.percentile(durations, [5, 50, 95]).tolist()
     return Prediction(
         mean_s=float(np.mean(durations)),
@@ -232,7 +232,7 @@ class Event(NamedTuple):
 
 
 def timeline(
-    method: Method, iterations: int = 3, *, draw: Draw = _EVEN, seed: int = 0
+    method: TimedMethod, iterations: int = 3, *, draw: DrawFactors = _EVEN, seed: int = 0
 ) -> list[Event]:
     """Return every task of every worker in the first iterations of one trial."""
     trials = Trials(draw=draw, iterations=iterations, warmup=0, seed=seed)
@@ -245,14 +245,16 @@ def timeline(
     ]
 
 
-def _iterate(method: Method, trials: Trials) -> Iterator[tuple[State, FloatArray, list[Span]]]:
+def _iterate(
+    method: TimedMethod, trials: Trials
+) -> Iterator[tuple[Clocks, FloatArray, list[Span]]]:
     rng = np.random.default_rng(trials.seed)
     shape = trials.num_trials, method.num_workers
-    state = State(np.zeros(shape), [np.zeros(shape)] * len(method.compute.backward_s))
+    clocks = Clocks(np.zeros(shape), [np.zeros(shape)] * len(method.compute.backward_s))
     for step in range(trials.warmup + trials.iterations):
         factor, spans = trials.draw(rng, shape), list[Span]()
-        state = method.order(state, method.compute, factor, method.exchange(step), spans)
-        yield state, factor, spans
+        clocks = method.order(clocks, method.compute, factor, method.exchange(step), spans)
+        yield clocks, factor, spans
 
 
 def _busy(compute: Compute, factor: FloatArray) -> FloatArray:
@@ -276,7 +278,7 @@ def _update(start: FloatArray, compute: Compute, spans: list[Span]) -> FloatArra
     return now
 
 
-def _exchange(start: FloatArray, exchange: Exchange, spans: list[Span]) -> list[FloatArray]:
+def _exchange(start: FloatArray, exchange: ExchangeTime, spans: list[Span]) -> list[FloatArray]:
     """Exchange all buckets, one after the other; return when each has landed."""
     now, landed = start, list[FloatArray]()
     for k, cost_W in enumerate(exchange.cost_WK.T):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from gossamer.files import write_whole
+from gossamer.files import write_atomic
 from gossamer.picture import INK, PALETTE, subplots
 from gossamer.runtime_model.methods import DDP, METHODS, Job, build
 from gossamer.runtime_model.model import Event, Task, predict, timeline
@@ -73,7 +73,7 @@ def write_page(plan: Plan, path: Path) -> None:
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
         f"<style>{_STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
     )
-    write_whole(path, lambda aside: aside.write_text(page))
+    write_atomic(path, lambda aside: aside.write_text(page))
 
 
 _SPLIT_NOTE = (

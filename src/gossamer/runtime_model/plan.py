@@ -19,6 +19,7 @@ from gossamer.runtime_model.methods import (
 )
 from gossamer.runtime_model.model import Prediction, predict
 from gossamer.runtime_model.profile import Profile
+from gossamer.topology.cost import ring_copies
 from gossamer.topology.summary import summarize
 
 WORTH_IT = 0.03
@@ -147,7 +148,7 @@ def _row(job: Job, name: str, prediction: Prediction, ddp_s: float) -> Row:
     workers, num_bytes = job.links.num_workers, job.profile.num_bytes
     if name in METHODS:
         exact = name == DDP
-        sent = 2 * (workers - 1) / workers * num_bytes / (1 if exact else LOCAL_STEPS)
+        sent = ring_copies(workers) * num_bytes / (1 if exact else LOCAL_STEPS)
         mixing, rounds = (1.0, 1) if exact else (None, None)
     else:
         summary = summarize(schedule_of(name, job))

@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from gossamer.errors import UserError
-from gossamer.files import write_whole
+from gossamer.files import write_atomic
 
 SCHEMA = 1
 
@@ -177,6 +177,6 @@ def read_profile(path: Path) -> Profile:
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    """Write a profile; the file appears whole or not at all."""
+    """Write a profile; the file is atomic."""
     text = profile.model_dump_json(indent=2) + "\n"
-    write_whole(path, lambda aside: aside.write_text(text))
+    write_atomic(path, lambda aside: aside.write_text(text))

@@ -1,7 +1,7 @@
 """W virtual workers in one process, equal to the real run."""
 
+from gossamer.seeds import worker_seed
 from gossamer.simulate.centralized import Centralized
-from gossamer.simulate.gradients import worker_seed
 from gossamer.simulate.mixing import mix_
 from gossamer.simulate.simulation import Simulation
 

@@ -11,13 +11,19 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from gossamer.errors import UserError
 
-# Torch's walk through a structure takes longer than most functions of one tensor: most batches
-# are one, and spare it.
+# Torch's walk through a structure takes longer than most functions of one tensor: what most batches
+# and all named tensors are spares it.
 
 
 def each(function: Callable[[Tensor], Tensor], tensors: Any) -> Any:
     """Return what a function makes of every tensor, in the same structure."""
-    return function(tensors) if isinstance(tensors, Tensor) else tree_map(function, tensors)
+    if isinstance(tensors, Tensor):
+        return function(tensors)
+    if type(tensors) is dict:
+        return {key: each(function, value) for key, value in tensors.items()}
+    if type(tensors) is tuple:
+        return tuple(each(function, value) for value in tensors)
+    return tree_map(function, tensors)
 
 
 def _leaves(tensors: Any) -> list[Any]:

@@ -16,10 +16,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gossamer.errors import UserError
-from gossamer.simulate.batches import check_workers, select
-from gossamer.simulate.gradients import Evaluate, Loss, Part, PerWorker
-from gossamer.simulate.memory import room
-from gossamer.simulate.update import MakeOptimizer, build, state_bytes, trained_parameters
+from gossamer.simulate.gradients import ChunkGradients, Loss
+from gossamer.simulate.template import bytes_of, make_template
+from gossamer.simulate.update import MakeOptimizer, build
+from gossamer.simulate.workers import AllWorkers
+from gossamer.topology.cost import ring_copies
 
 
 @final
@@ -58,23 +59,13 @@ class Centralized:
             raise UserError(f"workers must be at least 1, got {workers}; 1 is plain training")
         self.num_steps = 0
         self.num_workers = workers
-        self._model = copy.deepcopy(model).to(dtype)
-        self._trained = trained_parameters(self._model)
+        template = make_template(
+            model, loss, optimizer, workers, dtype, seed, memory_gb, gradients, one_model=True
+        )
+        self._model, self._trained, self._gradients = template
         self._buffers = dict(self._model.named_buffers())
         self.optimizer: Optimizer = build(optimizer, list(self._trained.values()))
         """The optimizer, for learning-rate schedulers."""
-        model_bytes = sum(p.nbytes for p in self._trained.values())
-        state = sum(b.nbytes for b in self._buffers.values())
-        state += state_bytes(optimizer, self._trained.values())
-        self._per_worker = PerWorker(
-            self._model,
-            loss,
-            num_workers=workers,
-            seed=seed,
-            method=gradients,
-            one_model=True,
-            room=room(memory_gb, model_bytes, state, num_workers=workers, one_model=True),
-        )
 
     @property
     def parameters(self) -> dict[str, Tensor]:
@@ -84,9 +75,8 @@ class Centralized:
     @property
     def bytes_sent(self) -> npt.NDArray[np.float64]:
         """Bytes that each worker would have sent so far in ring all-reduces of gradients, [W]."""
-        copies = 2 * (self.num_workers - 1) / self.num_workers * self.num_steps
-        num_bytes = sum(p.nbytes for p in self._trained.values())
-        return np.full(self.num_workers, copies * num_bytes)
+        copies = ring_copies(self.num_workers) * self.num_steps
+        return np.full(self.num_workers, copies * bytes_of(self._trained.values()))
 
     def step(self, inputs: Any, targets: Any) -> Tensor:
         """Train for one step; arguments and result as in ``Simulation.step``."""
@@ -97,35 +87,35 @@ class Centralized:
 
     def _gradient(self, inputs: Any, targets: Any) -> Tensor:
         """Compute each worker's loss and the mean gradient; return the losses, [W]."""
-        check_workers(inputs, "inputs", self.num_workers)
-        check_workers(targets, "targets", self.num_workers)
-        self.optimizer.zero_grad()
-        first = next(iter(self._trained.values()))
-        losses_W = torch.empty(self.num_workers, dtype=first.dtype, device=first.device)
+        # Buffers as they are now: every worker starts from them, and worker 0 changes them.
         start = {name: buffer.clone() for name, buffer in self._buffers.items()}
-
-        def backward(index: int | slice, evaluate: Evaluate) -> None:
-            x, y = select(inputs, index, first.dtype), select(targets, index, first.dtype)
-            rows = losses_W[index].shape
-            buffers = {
-                name: buffer.expand((*rows, *buffer.shape)).clone()
-                for name, buffer in start.items()
-            }
-            losses = evaluate(Part(self._trained, buffers, x, y, {}))
-            losses_W[index] = losses.detach()
-            mean = losses.sum() / self.num_workers
-            grads: Any = torch.autograd.grad(mean, tuple(self._trained.values()), allow_unused=True)
-            for p, grad in zip(self._trained.values(), grads, strict=True):
-                if grad is None:
-                    continue
-                # Gradients may share memory with each other, or be one number for many.
-                p.grad = grad.clone() if p.grad is None else p.grad.add_(grad)
-            if index == 0 or (isinstance(index, slice) and index.start == 0):
-                for name, buffer in self._buffers.items():
-                    buffer.copy_(buffers[name][0] if rows else buffers[name])
-
-        self._per_worker.run(self.num_steps, {}, backward)
+        workers = AllWorkers(
+            self.num_workers, self._trained, start, inputs, targets, one_model=True
+        )
+        losses_W = workers.new_losses()
+        self.optimizer.zero_grad()
+        for computed in self._gradients.compute(self.num_steps, workers):
+            losses_W[computed.chunk.index] = computed.losses
+            self._add(computed.gradients)
+            if computed.chunk.workers.start == 0:
+                self._keep_buffers(computed)
+            del computed  # or its gradients would be held while the next chunk is computed
         return losses_W
+
+    def _add(self, gradients: Mapping[str, Tensor | None]) -> None:
+        for name, grad in gradients.items():
+            if grad is None:
+                continue
+            p = self._trained[name]
+            # Gradients may share memory with each other, or be one number for many.
+            p.grad = grad.clone() if p.grad is None else p.grad.add_(grad)
+
+    def _keep_buffers(self, computed: ChunkGradients) -> None:
+        """Keep those of the first worker of a chunk."""
+        after = {**computed.chunk.buffers, **computed.replaced}
+        several = isinstance(computed.chunk.index, slice)
+        for name, buffer in self._buffers.items():
+            buffer.copy_(after[name][0] if several else after[name])
 
     def consensus_distance(self) -> float:
         """Return 0: all workers hold one model."""
@@ -145,12 +135,12 @@ class Centralized:
             "num_steps": self.num_steps,
             "model": self._model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "gradients": self._per_worker.state_dict(),
+            "gradients": self._gradients.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of one that was built with the same arguments."""
         self._model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
-        self._per_worker.load_state_dict(state["gradients"])
+        self._gradients.load_state_dict(state["gradients"])
         self.num_steps = state["num_steps"]

@@ -33,9 +33,9 @@ beat a sparse product."""
 _DENSE_SHARE = 1 / 8
 """Measured at 1008 workers: above this share of entries a dense product beats a sparse one."""
 
-_PLANS_KEPT = 64
+_KERNELS_KEPT = 64
 
-Plan = Callable[[Tensor], None]
+MixKernel: TypeAlias = Callable[[Tensor], None]
 """Mixes x_WN in place."""
 
 _RowsFrom: TypeAlias = tuple[slice, list[slice]]
@@ -51,7 +51,7 @@ def mix_(stacked: Tensor, round: Round) -> None:
         round: on W workers.
     """
     check_round(round, stacked.shape[0])
-    _plan(round, stacked.dtype, stacked.device)(stacked.view(stacked.shape[0], -1))
+    _kernel_of(round, stacked.dtype, stacked.device)(stacked.view(stacked.shape[0], -1))
 
 
 def check_round(round: Round, num_workers: int) -> None:
@@ -63,17 +63,16 @@ def check_round(round: Round, num_workers: int) -> None:
         )
 
 
-@lru_cache(_PLANS_KEPT)
-def _plan(round: Round, dtype: torch.dtype, device: torch.device) -> Plan:
-    w = round.matrix()
-    groups = round.groups()
-    if groups is not None and len(groups) == 1:
+@lru_cache(_KERNELS_KEPT)
+def _kernel_of(round: Round, dtype: torch.dtype, device: torch.device) -> MixKernel:
+    if round.averages_all:
         return partial(_by_columns, _mean)
     shifts = _shifts(round)
     if shifts == [(0, 1.0)]:  # as between the averages of local SGD
         return _nothing
     if 1 < len(shifts) <= _MOST_SHIFTS:
-        return _shift_plan(round.num_workers, shifts)
+        return _shift_kernel(round.num_workers, shifts)
+    w = round.matrix()
     if w.nnz >= _DENSE_SHARE * round.num_workers**2:
         dense = torch.from_numpy(w.toarray()).to(device, dtype)
         return partial(_by_columns, partial(torch.matmul, dense))
@@ -127,7 +126,7 @@ def _by_shifts(own: float, shares: list[float], parts: list[_RowsFrom], x_WN: Te
         block.lerp_(mean, 1 - own)
 
 
-def _shift_plan(num_workers: int, shifts: list[tuple[int, float]]) -> Plan:
+def _shift_kernel(num_workers: int, shifts: list[tuple[int, float]]) -> MixKernel:
     own = sum(weight for shift, weight in shifts if shift == 0)
     others = [(shift, weight) for shift, weight in shifts if shift != 0]
     totals = accumulate(weight for _, weight in others)

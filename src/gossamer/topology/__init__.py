@@ -1,7 +1,7 @@
 """Who talks to whom, when, and with which weight.
 
 Pure: numpy and scipy, no process group. A graph is a function that returns a Round; a schedule
-gives the Round of every step; ``parse`` turns a text into a schedule.
+gives the Round of every step; ``parse`` turns a string into a schedule.
 """
 
 from gossamer.topology.catalogue import CATALOGUE, as_schedule, parse

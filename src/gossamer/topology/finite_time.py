@@ -26,7 +26,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy.sparse import csr_array
 
-from gossamer.topology.round import FloatArray, IntArray, Round
+from gossamer.topology.arrays import FloatArray, IntArray
+from gossamer.topology.round import Round
 
 
 class _Piece(NamedTuple):

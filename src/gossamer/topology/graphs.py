@@ -16,8 +16,11 @@ import numpy.typing as npt
 from scipy.sparse import coo_array, csr_array
 
 from gossamer.errors import UserError
-from gossamer.topology.round import IntArray, Round, Sparse
-from gossamer.topology.weights import WeightRule, by_degree, is_connected
+from gossamer.topology.arrays import IntArray, Sparse
+from gossamer.topology.mixing_matrix import is_connected
+from gossamer.topology.partition import Partition
+from gossamer.topology.round import Round
+from gossamer.topology.weights import WeightRule, by_degree, uniform
 
 _MAX_DRAWS = 100
 
@@ -65,6 +68,8 @@ def hypercube(num_workers: int, *, weights: WeightRule = by_degree) -> Round:
 def complete(num_workers: int, *, weights: WeightRule = by_degree) -> Round:
     """Everyone with everyone: one round is the exact average."""
     check_workers(num_workers)
+    if weights in (by_degree, uniform):  # 1/n on everyone, without n² edges to weigh
+        return Round.within(Partition.whole(num_workers))
     return weights(_circulant(num_workers, np.arange(1, num_workers)))
 
 

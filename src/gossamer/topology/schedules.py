@@ -20,6 +20,7 @@ import numpy as np
 from scipy.sparse import csr_array
 
 from gossamer.errors import UserError
+from gossamer.topology.arrays import IntArray
 from gossamer.topology.finite_time import base_graph_rounds
 from gossamer.topology.graphs import (
     check_seed,
@@ -29,8 +30,8 @@ from gossamer.topology.graphs import (
     log2_of,
     powers_of_two_below,
 )
-from gossamer.topology.round import IntArray, Round
-from gossamer.topology.weights import group_average, is_connected
+from gossamer.topology.round import Round
+from gossamer.topology.weights import group_average
 
 _ROUNDS_KEPT = 64
 
@@ -44,7 +45,7 @@ class Schedule:
         num_workers: how many workers take part in every round.
         period: the number of steps after which rounds repeat, or None where they never do.
         build: returns the round of a step in 0..period − 1 (of any step where period is None).
-        name: what reports call it; ``parse`` sets it to a text that parses to the same schedule.
+        name: what reports call it; ``parse`` sets it to a string that parses to the same schedule.
     """
 
     num_workers: int
@@ -77,7 +78,7 @@ class Schedule:
 
 def static(round: Round) -> Schedule:
     """The same round at every step."""
-    if not is_connected(round.matrix()):
+    if not round.is_connected:
         raise UserError(
             "a static schedule needs a connected graph, got one that leaves workers unreachable; "
             "add edges, or alternate several rounds with topology.cycle"

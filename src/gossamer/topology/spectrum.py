@@ -15,7 +15,8 @@ from typing import cast
 import numpy as np
 
 from gossamer.errors import UserError
-from gossamer.topology.round import FloatArray, Round, Shifts, Sparse
+from gossamer.topology.arrays import FloatArray, Shifts, Sparse
+from gossamer.topology.round import Round
 from gossamer.topology.schedules import Schedule
 
 _DENSE_BELOW = 1100
@@ -127,6 +128,8 @@ def _norm_of_deviation(state: FloatArray) -> float:
 
 
 def _mix(round: Round, state: FloatArray) -> FloatArray:
+    if round.partition is not None:
+        return round.mixed(state)
     weights = round.matrix()
     crowded = weights.nnz > 0.05 * round.num_workers**2
     return cast(FloatArray, (weights.toarray() if crowded else weights) @ state)
@@ -144,7 +147,8 @@ def _deviation(rounds: Sequence[Round]) -> float:
     """Return ‖W_T … W_1 − J‖₂ of the rounds, first to last."""
     _check_mean(rounds)
     num_workers = rounds[0].num_workers
-    if num_workers == 1:
+    # The exact average leaves nothing, whatever comes before it, and after it nothing comes back.
+    if any(round.averages_all for round in rounds):
         return 0.0
     shifts = [round.shifts for round in rounds if round.shifts is not None]
     if len(shifts) == len(rounds):

@@ -6,13 +6,15 @@ diagonal) and returns a Round. Graphs take a rule as an argument, so every rule 
 
 from __future__ import annotations
 
-from typing import Protocol, cast
+from typing import Protocol
 
 import numpy as np
 from scipy.sparse import coo_array, csr_array, diags_array, eye_array
 
 from gossamer.errors import UserError
-from gossamer.topology.round import IntArray, Round, Sparse
+from gossamer.topology.arrays import IntArray, Sparse
+from gossamer.topology.partition import Partition
+from gossamer.topology.round import Round
 
 
 class WeightRule(Protocol):
@@ -55,15 +57,7 @@ def by_degree(adjacency: Sparse) -> Round:
 
 def group_average(labels: IntArray) -> Round:
     """Workers with the same label average with each other: 1/g on every member of a group of g."""
-    # Built as the arrays of a sparse matrix: random matchings make one of these every step.
-    _, group, group_sizes = np.unique(labels, return_inverse=True, return_counts=True)
-    members = np.argsort(group, kind="stable")
-    first_member = np.cumsum(group_sizes) - group_sizes
-    sizes = group_sizes[group]
-    row_starts = np.concatenate([[0], np.cumsum(sizes)])
-    position = np.arange(row_starts[-1]) + np.repeat(first_member[group] - row_starts[:-1], sizes)
-    shares = np.repeat(1.0 / sizes, sizes)
-    return Round(cast("Sparse", csr_array((shares, members[position], row_starts))))
+    return Round.within(Partition(labels))
 
 
 def damped(round: Round, gamma: float) -> Round:
@@ -78,16 +72,6 @@ def damped(round: Round, gamma: float) -> Round:
     kept = eye_array(round.num_workers, format="csr")
     weights = csr_array(gamma * round.matrix() + (1 - gamma) * kept)
     return Round(weights, doubly_stochastic=round.conserves_mean)
-
-
-def is_connected(weights: Sparse) -> bool:
-    """Whether what one worker knows can reach every other."""
-    from scipy.sparse.csgraph import connected_components  # slow to import; many rounds need none
-
-    # Strong components; on an undirected graph they are the components. A copy, because the
-    # search does not take the read-only arrays of a Round.
-    num_components, _ = connected_components(weights.copy(), directed=True, connection="strong")
-    return num_components == 1
 
 
 def _is_regular(adjacency: Sparse) -> bool:

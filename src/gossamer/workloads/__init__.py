@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gossamer.errors import UserError, nearest
+from gossamer.registry import Registry
 from gossamer.workloads import (
     bytes_of_text,
     digits,
@@ -15,12 +15,14 @@ from gossamer.workloads import (
     wikitext,
 )
 from gossamer.workloads.files import data_folder
-from gossamer.workloads.sharding import Draw, draw_batches, parse_sharding
+from gossamer.workloads.sharding import SHARDING_REGISTRY, Draw, draw_batches, parse_sharding
 from gossamer.workloads.sources import download
 from gossamer.workloads.workload import Data, Recipe, Samples, Workload
 
 __all__ = [
+    "SHARDING_REGISTRY",
     "WORKLOADS",
+    "WORKLOAD_REGISTRY",
     "Data",
     "Draw",
     "Recipe",
@@ -35,7 +37,7 @@ __all__ = [
 
 # A new workload is one function and one row here: parsing, the command line and the tests of what
 # all workloads have in common read this table.
-WORKLOADS: dict[str, Callable[[], Workload]] = {
+WORKLOADS: dict[str, Callable[..., Workload]] = {
     "quadratic": quadratic.quadratic,
     "digits-mlp": digits.mlp,
     "digits-cnn": digits.cnn,
@@ -50,10 +52,15 @@ WORKLOADS: dict[str, Callable[[], Workload]] = {
 }
 
 
-def find(name: str) -> Workload:
-    """Return a workload by its name."""
-    if name not in WORKLOADS:
-        raise UserError(
-            f"a workload must be one that exists, got {name!r}; {nearest(name, WORKLOADS)}"
-        )
-    return WORKLOADS[name]()
+WORKLOAD_REGISTRY: Registry[Workload] = Registry(
+    kind="workload",
+    table=WORKLOADS,
+    group="gossamer.workloads",
+    example="digits-mlp",
+    makes=(Workload,),
+)
+
+
+def find(text: str) -> Workload:
+    """Return the workload that a string names."""
+    return WORKLOAD_REGISTRY.parse(text).make()

@@ -38,16 +38,7 @@ def stdlib_gpt() -> Workload:
         metric_name="bits per byte",
         higher_is_better=False,
         evaluate=bits_per_byte,
-        recipe=Recipe(
-            optimizer="adamw",
-            optimizer_options={"betas": (0.9, 0.99), "weight_decay": 0.1},
-            lr=3e-3,
-            lr_schedule="cosine",
-            warmup_epochs=0.5,
-            batch_size=8,
-            epochs=10,
-            steps_per_epoch=50,
-        ),
+        recipe=_recipe(lr=3e-3, batch_size=8, steps_per_epoch=50, evaluate_samples=100),
     )
 
 
@@ -64,16 +55,21 @@ def shakespeare_gpt() -> Workload:
         higher_is_better=False,
         evaluate=token_loss(),
         target=1.9,
-        recipe=Recipe(
-            optimizer="adamw",
-            optimizer_options={"betas": (0.9, 0.99), "weight_decay": 0.1},
-            lr=1e-3,
-            lr_schedule="cosine",
-            warmup_epochs=0.5,
-            batch_size=12,
-            epochs=10,
-            steps_per_epoch=200,
-        ),
+        recipe=_recipe(lr=1e-3, batch_size=12, steps_per_epoch=200, evaluate_samples=200),
+    )
+
+
+def _recipe(lr: float, batch_size: int, steps_per_epoch: int, evaluate_samples: int) -> Recipe:
+    return Recipe(
+        optimizer="adamw",
+        optimizer_options={"betas": (0.9, 0.99), "weight_decay": 0.1},
+        lr=lr,
+        lr_schedule="cosine",
+        warmup_epochs=0.5,
+        batch_size=batch_size,
+        epochs=10,
+        steps_per_epoch=steps_per_epoch,
+        evaluate_samples=evaluate_samples,
     )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
 from torch import nn
 
-from gossamer.errors import UserError
-from gossamer.workloads.evaluation import accuracy
+from gossamer.extras import needed_by
+from gossamer.workloads.classification import classification
 from gossamer.workloads.workload import Data, Recipe, Workload
 
 _NUM_TRAIN = 1500
@@ -17,46 +18,39 @@ _NUM_TRAIN = 1500
 
 def mlp() -> Workload:
     """A network with one hidden layer, 9,610 parameters."""
-    return Workload(
-        name="digits-mlp",
-        version=1,
-        num_train=_NUM_TRAIN,
-        make_model=lambda: nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)),
-        load=_load,
-        loss=nn.functional.cross_entropy,
-        metric_name="accuracy",
-        evaluate=accuracy(),
-        target=0.9,
-        recipe=_recipe(lr=0.1),
-    )
+    return _digits("digits-mlp", _mlp, lr=0.1)
 
 
 def cnn() -> Workload:
     """Two convolutions with group normalization, 6,138 parameters."""
-    return Workload(
-        name="digits-cnn",
+    return _digits("digits-cnn", _convnet, lr=0.03, evaluate_samples=100)
+
+
+def _digits(
+    name: str, make_model: Callable[[], nn.Module], lr: float, evaluate_samples: int = 0
+) -> Workload:
+    return classification(
+        name,
         version=1,
         num_train=_NUM_TRAIN,
-        make_model=_convnet,
+        make_model=make_model,
         load=_load,
-        loss=nn.functional.cross_entropy,
-        metric_name="accuracy",
-        evaluate=accuracy(),
         target=0.9,
-        recipe=_recipe(lr=0.03),
+        recipe=Recipe(
+            optimizer="sgd",
+            optimizer_options={"momentum": 0.9, "nesterov": True},
+            lr=lr,
+            lr_schedule="cosine",
+            batch_size=16,
+            epochs=10,
+            steps_per_epoch=25,
+            evaluate_samples=evaluate_samples,
+        ),
     )
 
 
-def _recipe(lr: float) -> Recipe:
-    return Recipe(
-        optimizer="sgd",
-        optimizer_options={"momentum": 0.9, "nesterov": True},
-        lr=lr,
-        lr_schedule="cosine",
-        batch_size=16,
-        epochs=10,
-        steps_per_epoch=25,
-    )
+def _mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
 def _convnet() -> nn.Module:
@@ -72,12 +66,8 @@ def _convnet() -> nn.Module:
 
 @cache
 def _load() -> Data:
-    try:
+    with needed_by("the digits need"):
         from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise UserError(
-            "the digits need scikit-learn, which is not installed; pip install 'gossamer[bench]'"
-        ) from error
     features, classes = load_digits(return_X_y=True)
     inputs = torch.tensor(features / 16, dtype=torch.float32)
     targets = torch.tensor(classes)

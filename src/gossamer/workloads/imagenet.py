@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import Any, final
+from typing import final
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gossamer.errors import UserError
-from gossamer.workloads.evaluation import accuracy
+from gossamer.extras import needed_by
+from gossamer.workloads.classification import classification
 from gossamer.workloads.files import data_folder
 from gossamer.workloads.images import normalize
 from gossamer.workloads.models.resnet import resnet50
@@ -28,16 +29,14 @@ _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 def imagenet_resnet50() -> Workload:
     """ResNet-50 on ImageNet-1K, one of DBench's applications."""
-    return Workload(
-        name="imagenet-resnet50",
+    return classification(
+        "imagenet-resnet50",
         version=1,
         num_train=_NUM_TRAIN,
         make_model=resnet50,
         load=lambda: _imagenet(data_folder()),
-        loss=F.cross_entropy,
         transform=imagenet_floats,
-        metric_name="accuracy",
-        evaluate=accuracy(imagenet_floats, batch_size=50),
+        evaluation_batch=50,
         target=0.75,
         recipe=Recipe(
             optimizer="sgd",
@@ -49,6 +48,7 @@ def imagenet_resnet50() -> Workload:
             warmup_epochs=5,
             batch_size=32,
             epochs=90,
+            evaluate_samples=5000,
         ),
     )
 
@@ -104,29 +104,20 @@ class ImageFiles:
 
 
 def _decode(path: Path) -> npt.NDArray[np.uint8]:
-    image_module = _pillow()
+    with needed_by("images need"):
+        from PIL import Image
     try:
-        with image_module.open(path) as image:
+        with Image.open(path) as image:
             image.draft("RGB", (_STORED, _STORED))  # JPEG decodes to about the size that is needed
             scale = _STORED / min(image.size)
             size = [max(_STORED, round(side * scale)) for side in image.size]
-            whole = image.convert("RGB").resize(size, image_module.Resampling.BILINEAR)
+            whole = image.convert("RGB").resize(size, Image.Resampling.BILINEAR)
     except OSError as error:
         raise UserError(
             f"{path} must be an image that can be read, got {error}; get that file again"
         ) from error
     left, top = ((side - _STORED) // 2 for side in size)
     return np.asarray(whole.crop((left, top, left + _STORED, top + _STORED)))
-
-
-def _pillow() -> Any:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise UserError(
-            "images need Pillow, which is not installed; pip install 'gossamer[bench]'"
-        ) from error
-    return Image
 
 
 @cache

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gossamer.workloads.evaluation import accuracy
+from gossamer.workloads.classification import classification
 from gossamer.workloads.files import DataFiles, data_folder
 from gossamer.workloads.models.convnet import small_convnet
 from gossamer.workloads.models.densenet import densenet100
@@ -30,16 +30,13 @@ _NESTEROV: Options = {"momentum": 0.9, "nesterov": True, "weight_decay": 1e-4}
 
 def fashion_mnist_cnn() -> Workload:
     """Clothes, grey, 28 × 28 pixels; a network of 206,970 parameters."""
-    return Workload(
-        name="fashion-mnist-cnn",
+    return classification(
+        "fashion-mnist-cnn",
         version=1,
         num_train=60_000,
         make_model=small_convnet,
         load=lambda: _fashion_mnist(data_folder()),
-        loss=F.cross_entropy,
         transform=_fashion_floats,
-        metric_name="accuracy",
-        evaluate=accuracy(_fashion_floats),
         target=0.9,
         recipe=Recipe(
             optimizer="sgd",
@@ -48,6 +45,7 @@ def fashion_mnist_cnn() -> Workload:
             lr_schedule="cosine",
             batch_size=32,
             epochs=15,
+            evaluate_samples=1000,
         ),
     )
 
@@ -65,16 +63,13 @@ def cifar10_densenet100() -> Workload:
 def _cifar10_workload(
     name: str, make_model: Callable[[], nn.Module], *, target: float, reference_batch: int
 ) -> Workload:
-    return Workload(
-        name=name,
+    return classification(
+        name,
         version=1,
         num_train=50_000,
         make_model=make_model,
         load=lambda: _cifar10(data_folder()),
-        loss=F.cross_entropy,
         transform=cifar_floats,
-        metric_name="accuracy",
-        evaluate=accuracy(cifar_floats),
         target=target,
         recipe=Recipe(
             optimizer="sgd",
@@ -86,6 +81,7 @@ def _cifar10_workload(
             warmup_epochs=5,
             batch_size=32,
             epochs=300,
+            evaluate_samples=1000,
         ),
     )
 

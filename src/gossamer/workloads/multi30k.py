@@ -11,12 +11,12 @@ from collections import Counter
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from gossamer.errors import UserError
+from gossamer.extras import needed_by
 from gossamer.workloads.files import DataFiles, data_folder
 from gossamer.workloads.models.transformer import Translator
 from gossamer.workloads.workload import Data, Recipe, Workload
@@ -51,6 +51,7 @@ def multi30k_transformer() -> Workload:
             warmup_epochs=2,
             batch_size=64,
             epochs=20,
+            evaluate_samples=200,
         ),
     )
 
@@ -72,13 +73,18 @@ def _smoothed_loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 def _bleu(model: nn.Module, data: Data) -> float:
+    with needed_by("BLEU needs"):
+        from sacrebleu import corpus_bleu
     corpus = _corpus(data_folder())
     hypotheses: list[str] = []
     for chosen in torch.arange(len(data.test_inputs)).split(250):
         sources = data.test_inputs[chosen][:, :_LENGTH]
         tokens = cast("Translator", model).translate(sources, _BEGIN, _END)
         hypotheses += [" ".join(_sentence(row, corpus.words)) for row in tokens.tolist()]
-    return float(_sacrebleu().corpus_bleu(hypotheses, [corpus.references], lowercase=True).score)
+    references = corpus.references
+    if data.test_samples is not None:
+        references = [references[sample] for sample in data.test_samples.tolist()]
+    return float(corpus_bleu(hypotheses, [references], lowercase=True).score)
 
 
 def _sentence(tokens: list[int], words: list[str]) -> Iterable[str]:
@@ -87,16 +93,6 @@ def _sentence(tokens: list[int], words: list[str]) -> Iterable[str]:
             return
         if _END < token < len(words):
             yield words[token]
-
-
-def _sacrebleu() -> Any:
-    try:
-        import sacrebleu
-    except ImportError as error:
-        raise UserError(
-            "BLEU needs sacrebleu, which is not installed; pip install 'gossamer[bench]'"
-        ) from error
-    return sacrebleu
 
 
 @cache

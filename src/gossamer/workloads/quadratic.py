@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gossamer.workloads.workload import Data, Recipe, Workload
+from gossamer.workloads.evaluation import MeanMetric
+from gossamer.workloads.workload import Data, Recipe, Samples, Workload
 
 _DIMENSION = 32
 _CLUSTERS, _PER_CLUSTER = 16, 64
@@ -32,7 +34,7 @@ def quadratic() -> Workload:
         loss=lambda outputs, targets: outputs.square().sum(-1).mean() / 2,
         metric_name="excess loss",
         higher_is_better=False,
-        evaluate=_excess_loss,
+        evaluate=MeanMetric(_excess_loss, _mean_point),
         target=0.05,
         recipe=Recipe(
             optimizer="sgd",
@@ -71,9 +73,18 @@ def _load() -> Data:
     return Data(inputs, labels, inputs, labels, labels)
 
 
-@torch.no_grad()
-def _excess_loss(model: nn.Module, data: Data) -> float:
-    optimum = data.train_inputs[torch.arange(len(data.train_inputs))].mean(0)
-    # f(x) − f* = ½‖A(x − b̄)‖²: the model's outputs at the mean point, with no difference of two
-    # large numbers.
-    return float(model(optimum).double().square().sum() / 2)
+# f(x) − f* = ½‖A(x − b̄)‖²: the model's outputs at the mean point, with no difference of two large
+# numbers.
+
+
+def _mean_point(data: Data, _dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+    yield _mean(data.train_inputs), torch.zeros(1)
+
+
+@cache
+def _mean(points: Samples) -> Tensor:
+    return points[torch.arange(len(points))].mean(0)
+
+
+def _excess_loss(outputs: Tensor, _targets: Tensor) -> Tensor:
+    return outputs.double().square().sum() / 2

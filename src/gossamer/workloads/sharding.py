@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gossamer.errors import UserError
+from gossamer.registry import Registry
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 
@@ -70,24 +70,49 @@ def parse_sharding(text: str) -> Sharding:
     """Return how samples are dealt to workers.
 
     Args:
-        text: ``iid``, the papers' setting: all samples are shuffled and dealt anew in every epoch;
-            ``fixed``: they are dealt once, and each worker shuffles its own in every epoch;
-            ``dirichlet(alpha=0.5)``: as fixed, with classes in other proportions on every worker,
-            the more so the smaller alpha is.
+        text: a name of ``SHARDINGS`` or a plug-in, with arguments where it takes any.
     """
-    if text in _PLAIN:
-        return _PLAIN[text]
-    given = re.fullmatch(r"dirichlet\((?:alpha\s*=\s*)?([-+.\deE]+)\)", text.replace(" ", ""))
-    try:
-        alpha = float(given[1]) if given else 0.0
-    except ValueError:
-        alpha = 0.0
+    return SHARDING_REGISTRY.parse(text).make()
+
+
+def iid() -> Sharding:
+    """The papers' setting: all samples are shuffled and dealt anew in every epoch."""
+    return _iid
+
+
+def fixed() -> Sharding:
+    """They are dealt once, and each worker shuffles its own in every epoch."""
+    return _fixed
+
+
+def dirichlet(alpha: float) -> Sharding:
+    """As fixed, with classes in other proportions on every worker.
+
+    Args:
+        alpha: the smaller, the more they differ.
+    """
     if not 0 < alpha < np.inf:
         raise UserError(
-            "sharding must be iid, fixed or dirichlet(alpha=A) with a positive number A, got "
-            f"{text!r}; write for example dirichlet(alpha=0.5)"
+            f"dirichlet needs a finite alpha > 0, got {alpha}; for instance dirichlet(alpha=0.5)"
         )
     return partial(_dirichlet, alpha=alpha)
+
+
+# A new sharding is one function and one row here.
+SHARDINGS: dict[str, Callable[..., Sharding]] = {
+    "iid": iid,
+    "fixed": fixed,
+    "dirichlet": dirichlet,
+}
+
+SHARDING_REGISTRY: Registry[Sharding] = Registry(
+    kind="sharding",
+    table=SHARDINGS,
+    group="gossamer.shardings",
+    example="iid or dirichlet(alpha=0.5)",
+    makes=(Callable,),
+    example_of={"dirichlet": "dirichlet(alpha=0.5)"}.get,
+)
 
 
 def _iid(draw: Draw, workers: Sequence[int], epoch: int) -> list[IntArray]:
@@ -178,6 +203,3 @@ def _check_sizes(draw: Draw) -> None:
 
 def _generator(draw: Draw, stream: int, *numbers: int) -> np.random.Generator:
     return np.random.default_rng((draw.seed, stream, *numbers))
-
-
-_PLAIN: dict[str, Sharding] = {"iid": _iid, "fixed": _fixed}

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast, final
 
 from gossamer.errors import UserError, nearest
-from gossamer.files import write_whole
+from gossamer.extras import needed_by
+from gossamer.files import write_atomic
 
 _TIMEOUT_S = 60
 _UNREADABLE = (
@@ -152,12 +153,8 @@ def download(
         progress: is told how many bytes of it are there, and of how many; 0 where nobody says.
     """
     chosen = DATA_SETS[find_data_set(name)] if sources is None else sources
-    try:
+    with needed_by("downloads need"):
         import pooch
-    except ImportError as error:
-        raise UserError(
-            "downloads need pooch, which is not installed; pip install 'gossamer[bench]'"
-        ) from error
     transfers = folder / ".transfers"
     pooch.get_logger().setLevel("WARNING")  # its advice is for programmers
     for source in chosen:
@@ -224,7 +221,7 @@ def _unpack(archive: Path, source: Source, folder: Path) -> None:
                 f"{name} from {source.url} must have the checksum {source.files[name]}, and has "
                 "another; its authors may have changed it: see where else it is published"
             )
-        write_whole(folder / name, lambda aside, contents=contents: aside.write_bytes(contents))
+        write_atomic(folder / name, lambda aside, contents=contents: aside.write_bytes(contents))
 
 
 def _members(archive: Path, source: Source) -> Iterator[tuple[str, bytes]]:

@@ -40,6 +40,7 @@ def wikitext2_lstm() -> Workload:
             lr_schedule="cosine",
             batch_size=20,
             epochs=40,
+            evaluate_samples=500,
         ),
     )
 

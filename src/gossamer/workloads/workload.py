@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias, final
 
 import numpy as np
@@ -34,6 +34,37 @@ class Data:
     test_targets: Samples
     labels: Tensor | None = None
     """The class of each training sample, where there are classes: for skewed shards."""
+
+    test_samples: Tensor | None = None
+    """Which of the published test samples are here; None for all of them."""
+
+    def with_tests(self, chosen: Tensor) -> Data:
+        """Return the same with some of its test samples alone, by their numbers."""
+        return replace(
+            self,
+            test_inputs=_choose(self.test_inputs, chosen),
+            test_targets=_choose(self.test_targets, chosen),
+            test_samples=chosen if self.test_samples is None else self.test_samples[chosen],
+        )
+
+
+@final
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """Some of the samples, which are fetched when they are asked for."""
+
+    samples: Samples
+    chosen: Tensor
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def __getitem__(self, chosen: Tensor, /) -> Tensor:
+        return self.samples[self.chosen[chosen]]
+
+
+def _choose(samples: Samples, chosen: Tensor) -> Samples:
+    return samples[chosen] if isinstance(samples, Tensor) else _Chosen(samples, chosen)
 
 
 @final
@@ -67,6 +98,10 @@ class Recipe:
 
     sharding: str = "iid"
     """As ``workloads.parse_sharding`` takes it."""
+
+    evaluate_samples: int = 0
+    """Test samples of an evaluation on the way; 0 for all. As many as keep evaluations below a
+    tenth of a run (``benchmarks.evaluation``); the last one is on all of them anyway."""
 
 
 Transform: TypeAlias = Callable[[Tensor, np.random.Generator | None], Tensor]
@@ -104,7 +139,8 @@ class Workload:
     metric_name: str
     higher_is_better: bool = True
     evaluate: Callable[[nn.Module, Data], float]
-    """The metric of a model on the test data; the model is in evaluation mode."""
+    """The metric of a model on the test data; the model is in evaluation mode. A ``MeanMetric`` is
+    of several models at once."""
 
     target: float | None = None
     """The metric that counts as trained, for time and bytes to it."""

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import stats
 
-from gossamer.topology.round import FloatArray
+from gossamer.topology.arrays import FloatArray
 
 FEWEST = 5
 """Runs for a correlation: of fewer, even a perfect one has a p-value above 0.05."""

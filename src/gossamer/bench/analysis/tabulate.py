@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,11 +11,11 @@ import polars as pl
 from gossamer import workloads
 from gossamer.bench.store import Story
 from gossamer.engine import CENTRALIZED
-from gossamer.engine.spec import make_schedule
+from gossamer.engine.spec import facts_of, make_schedule
 from gossamer.errors import UserError
-from gossamer.records import Evaluation, Spread, Started, Step
+from gossamer.records import Evaluation, Spread, Started, Step, WorkloadFacts
+from gossamer.registry import is_plugin, shorten
 from gossamer.topology import Schedule
-from gossamer.workloads import Workload
 
 MEASURES: dict[str, str] = {
     "gini": "Gini coefficient",
@@ -57,17 +58,37 @@ def tabulate(stories: Iterable[Story]) -> Tables:
     return join([rows for story in stories if (rows := rows_of(story))], {})
 
 
-def rows_of(story: Story) -> RunRows | None:
-    """Return the rows of one run; None where its first record is missing."""
+def rows_of(story: Story, planned: Mapping[str, str] | None = None) -> RunRows | None:
+    """Return the rows of one run; None where its first record is missing.
+
+    Args:
+        story: its records.
+        planned: the parts of the same run in the experiment as it was last run, which knows where
+            plug-ins lay then.
+    """
     started = story.records[0] if story.records else None
     if not isinstance(started, Started):
         return None
+    spec = started.spec | dict(planned or {})
+    workload = started.workload_facts or _look_up(str(spec["workload"]))
+    # The id of a run leaves it out where it is the recipe's, so records of before it was a field
+    # are of the same run.
+    spec.setdefault("evaluate_samples", workload.evaluate_samples)
     steps = [record for record in story.records if isinstance(record, Step)]
     looks = [record for record in story.records if isinstance(record, Evaluation)]
-    workload = workloads.find(str(started.spec["workload"]))
     evaluations = _evaluations(story.run_id, looks, workload)
-    run = _run(story, started, steps, workload) | _result(story, evaluations, workload)
+    run = _run(story, spec, steps, workload) | _result(story, evaluations, workload)
     return RunRows(run, _steps(story.run_id, steps), evaluations, _dispersion(story.run_id, steps))
+
+
+def _look_up(workload: str) -> WorkloadFacts:
+    """Return what is known of a workload whose record does not say it."""
+    if is_plugin(workload):
+        return WorkloadFacts()
+    try:
+        return facts_of(workloads.find(workload))
+    except UserError:  # a name that is gone
+        return WorkloadFacts()
 
 
 def join(rows: Sequence[RunRows], names: Mapping[str, str]) -> Tables:
@@ -79,12 +100,13 @@ def join(rows: Sequence[RunRows], names: Mapping[str, str]) -> Tables:
     """
     specs = [dict(of_run.run["spec"]) for of_run in rows]
     for spec, of_run in zip(specs, rows, strict=True):
-        spec["method"] = names.get(of_run.run["run_id"]) or spec["method"] or spec["topology"]
-    labels, twins = _labels(specs), _twins(specs)
+        method = names.get(of_run.run["run_id"]) or spec["method"]
+        spec["method"] = method or shorten(spec["topology"])
+    own = zip(_labels(specs), _workload_labels(specs), _twins(specs), strict=True)
     runs = [
         {key: value for key, value in of_run.run.items() if key != "spec"}
-        | {"method": label, "twin": twin}
-        for of_run, label, twin in zip(rows, labels, twins, strict=True)
+        | {"method": label, "workload": workload, "twin": twin}
+        for of_run, (label, workload, twin) in zip(rows, own, strict=True)
     ]
     return Tables(
         pl.DataFrame(runs, schema=_RUN_SCHEMA),
@@ -95,24 +117,28 @@ def join(rows: Sequence[RunRows], names: Mapping[str, str]) -> Tables:
 
 
 def schedule_of(spec: Mapping[str, Any]) -> Schedule | None:
-    """Return the rounds of a run; None where its workers hold one model."""
-    if spec["topology"] == CENTRALIZED:
+    """Return the rounds of a run; None where its workers hold one model, or a plug-in tells them.
+
+    Records are data: what they name may be any code, and is not run to read them.
+    """
+    if spec["topology"] == CENTRALIZED or is_plugin(spec["topology"]):
         return None
     return make_schedule(spec["topology"], spec["workers"], spec["steps_per_epoch"])
 
 
 def _run(
-    story: Story, started: Started, steps: Sequence[Step], workload: Workload
+    story: Story, spec: Mapping[str, Any], steps: Sequence[Step], workload: WorkloadFacts
 ) -> dict[str, Any]:
-    spec, ended = started.spec, story.ended
+    ended = story.ended
     counted = [record for record in story.records if isinstance(record, Step | Evaluation)]
     return {
         "run_id": story.run_id,
         "spec": spec,
-        **{name: spec[name] for name in ("workload", "workers", "engine", "seed", "topology")},
+        **{name: spec[name] for name in ("workload", "workers", "engine", "seed")},
+        "topology": shorten(spec["topology"]),
         "centralized": spec["topology"] == CENTRALIZED,
         "order": spec["order"],
-        "control": spec["control"],
+        "control": shorten(spec["control"]),
         "metric": workload.metric_name,
         "higher_is_better": workload.higher_is_better,
         "status": ended.status if ended else "damaged" if story.damage else "unfinished",
@@ -144,17 +170,19 @@ def _connections(spec: Mapping[str, Any], steps: Sequence[Step]) -> float | None
     return sum(heard) / len(heard) if heard else None
 
 
-def _result(story: Story, evaluations: pl.DataFrame, workload: Workload) -> dict[str, Any]:
+def _result(story: Story, evaluations: pl.DataFrame, workload: WorkloadFacts) -> dict[str, Any]:
     """Return the final and best metric of a run that is done, and when it reached the target."""
     none: dict[str, Any] = dict.fromkeys(_RESULT_SCHEMA)
     if story.ended is None or story.ended.status != "done" or evaluations.is_empty():
         return none
     sign = 1 if workload.higher_is_better else -1
     averages = evaluations["average"]
+    # A part of the test samples gives another number than all of them: those are not compared.
+    on_all = evaluations.filter(pl.col("samples").is_null())["average"]
     last = evaluations.row(-1, named=True)
     result = none | {
         "final": last["average"],
-        "best": averages.max() if sign > 0 else averages.min(),
+        "best": on_all.max() if sign > 0 else on_all.min(),
         "replicas_mean": last["replicas_mean"],
         "replicas_worst": last["replicas_worst"],
         "quality": sign * last["average"],
@@ -230,6 +258,7 @@ _EVALUATION_SCHEMA: dict[str, Any] = {
     "replicas_worst": pl.Float64,
     "bytes_sent": pl.Float64,
     "train_s": pl.Float64,
+    "samples": pl.Int64,
 }
 
 _DISPERSION_SCHEMA: dict[str, Any] = {
@@ -247,12 +276,14 @@ def _steps(run_id: str, steps: Sequence[Step]) -> pl.DataFrame:
     return pl.DataFrame({"run_id": [run_id] * len(steps), **columns}, schema=_STEP_SCHEMA)
 
 
-def _evaluations(run_id: str, looks: Sequence[Evaluation], workload: Workload) -> pl.DataFrame:
+def _evaluations(run_id: str, looks: Sequence[Evaluation], workload: WorkloadFacts) -> pl.DataFrame:
     worst = min if workload.higher_is_better else max
     rows = [
         {
             "run_id": run_id,
-            **look.model_dump(include={"step", "epoch", "average", "bytes_sent", "train_s"}),
+            **look.model_dump(
+                include={"step", "epoch", "average", "bytes_sent", "train_s", "samples"}
+            ),
             "replicas_mean": sum(own) / len(own) if own else None,
             "replicas_worst": worst(own) if own else None,
         }
@@ -264,7 +295,7 @@ def _evaluations(run_id: str, looks: Sequence[Evaluation], workload: Workload) -
 
 def _dispersion(run_id: str, steps: Sequence[Step]) -> pl.DataFrame:
     rows = [
-        (run_id, step.step, tensor, *spread)
+        (run_id, step.dispersion_step or step.step, tensor, *spread)
         for step in steps
         for tensor, spread in step.dispersion.items()
     ]
@@ -302,7 +333,17 @@ def _labels(specs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _short(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:g}" if isinstance(value, float) else shorten(str(value))
+
+
+def _workload_labels(specs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what to call each run's workload: without its folder, where that tells them apart."""
+    names = {spec["workload"] for spec in specs}
+    times = Counter(map(shorten, names))
+    return [
+        short if times[short := shorten(name)] == 1 else name
+        for name in (spec["workload"] for spec in specs)
+    ]
 
 
 def _twins(specs: Sequence[Mapping[str, Any]]) -> list[bool]:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from html import escape
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import polars as pl
@@ -17,12 +16,8 @@ import polars as pl
 from gossamer.bench.analysis import MEASURES, PHASES, Analysis
 from gossamer.bench.analysis.comparison import SETTING, mean_curves
 from gossamer.bench.analysis.observations import LEAST
-from gossamer.bench.report.style import Style, faded, styles
-
-Trace = dict[str, Any]
-
-_POINTS = 60
-"""The most points of a curve on the page."""
+from gossamer.bench.report.style import Style, styles
+from gossamer.bench.report.traces import Trace, band, line, mark, numbers, points, thin
 
 _TENSORS = 6
 """The most tensors whose dispersion can be looked at one by one."""
@@ -66,20 +61,27 @@ def method_styles(runs: pl.DataFrame) -> dict[str, Style]:
     return styles([name for name in named["method"] if name not in central], central)
 
 
-def figures(analysis: Analysis) -> list[Figure]:
-    """Return all figures that there are data for."""
+def figures(analysis: Analysis, norms: pl.DataFrame | None = None) -> list[Figure]:
+    """Return all figures that there are data for.
+
+    Args:
+        analysis: the tables.
+        norms: how norms are spread over workers, by run, step and tensor, where that is known.
+    """
     look = method_styles(analysis.runs)
     shown = _shown(analysis.runs)
+    on_processes = shown.filter(pl.col("engine") == "distributed")
     drawn = [
         _scale(analysis, look),
-        _learning(analysis, shown, look),
+        _curves(analysis, shown, look, _STEPS),
         _connections(analysis, look),
         _accuracy_by_dispersion(analysis, look),
         _dispersion_by_step(analysis, shown, look),
+        *([] if norms is None else [_norms(norms, shown, look)]),
         _distance(analysis, shown, look),
         _decisions(analysis, shown, look),
-        _per_byte(analysis, shown, look),
-        _per_second(analysis, shown, look),
+        _curves(analysis, shown, look, _BYTES),
+        _curves(analysis, on_processes, look, _SECONDS),
     ]
     return [figure for figure in drawn if figure.traces]
 
@@ -101,19 +103,25 @@ def _scale(analysis: Analysis, look: dict[str, Style]) -> Figure:
     breadth = min(_ASIDE, 0.6 * closest)
     for (workload, method), group in known.group_by(["workload", "method"], maintain_order=True):
         ordered = group.sort("workers")
-        meta = _meta(str(workload), None, str(method), "workers", ordered["metric"][0])
+        meta = mark(str(workload), None, str(method), "workers", ordered["metric"][0])
         # Moved a little to the side, so that intervals do not lie on each other.
         aside = 2 ** (breadth * (list(look).index(str(method)) / max(1, len(look) - 1) - 0.5))
         x = ordered["workers"] * aside
-        trace = _line(look[str(method)], x, ordered["final"], meta, markers=20)
+        trace = line(
+            look[str(method)],
+            x,
+            ordered["final"],
+            meta,
+            "%{customdata} workers: %{y:.4g}",
+            markers=20,
+        )
         trace["customdata"] = ordered["workers"].to_list()
-        trace["hovertemplate"] = _hover(method, "%{customdata} workers: %{y:.4g}")
         if ordered["final_low"].is_not_null().any():
             trace["error_y"] = {
                 "type": "data",
                 "symmetric": False,
-                "array": _numbers(ordered["final_high"] - ordered["final"]),
-                "arrayminus": _numbers(ordered["final"] - ordered["final_low"]),
+                "array": numbers(ordered["final_high"] - ordered["final"]),
+                "arrayminus": numbers(ordered["final"] - ordered["final_low"]),
                 "thickness": 1,
                 "width": 3,
             }
@@ -131,60 +139,72 @@ def _scale(analysis: Analysis, look: dict[str, Style]) -> Figure:
     )
 
 
-def _learning(analysis: Analysis, shown: pl.DataFrame, look: dict[str, Style]) -> Figure:
-    return _curves_of(analysis, shown, look, "step")._replace(
-        name="learning",
-        title="Learning curves",
-        reading="Lines are means over seeds; the band reaches from the lowest seed to the highest. "
-        "Where replicas lie far below the average model, workers disagree.",
-    )
+class _Spent(NamedTuple):
+    """What results are drawn against, and the figure that does."""
+
+    column: str
+    axis: str
+    unit: str
+    name: str
+    title: str
+    reading: str
+    scale: float = 1
+    """Of the column, in units of the axis."""
+
+    axes: dict[str, Any] = {}  # noqa: RUF012 - never changed
 
 
-def _per_byte(analysis: Analysis, shown: pl.DataFrame, look: dict[str, Style]) -> Figure:
-    return _curves_of(analysis, shown, look, "bytes_sent")._replace(
-        name="bytes",
-        title="Result per byte sent",
-        reading="The same curves against what the average worker has sent. Further up and to the "
-        "left is better: more learned for less traffic. The axis is logarithmic.",
-    )
+_STEPS = _Spent(
+    column="step",
+    axis="steps",
+    unit="steps",
+    name="learning",
+    title="Learning curves",
+    reading="Lines are means over seeds; the band reaches from the lowest seed to the highest. "
+    "Where replicas lie far below the average model, workers disagree.",
+)
+_BYTES = _Spent(
+    column="bytes_sent",
+    axis="MB sent per worker",
+    unit="MB sent",
+    name="bytes",
+    title="Result per byte sent",
+    reading="The same curves against what the average worker has sent. Further up and to the "
+    "left is better: more learned for less traffic. The axis is logarithmic.",
+    scale=1e6,
+    axes={"xaxis": {"type": "log"}},
+)
+_SECONDS = _Spent(
+    column="train_s",
+    axis="seconds of training",
+    unit="seconds of training",
+    name="seconds",
+    title="Result per second, on processes",
+    reading="The same curves against measured time in training steps. Only runs on real "
+    "processes: the seconds of a simulation are those of the simulator.",
+)
 
 
-def _per_second(analysis: Analysis, shown: pl.DataFrame, look: dict[str, Style]) -> Figure:
-    real = shown.filter(pl.col("engine") == "distributed")
-    return _curves_of(analysis, real, look, "train_s")._replace(
-        name="seconds",
-        title="Result per second, on processes",
-        reading="The same curves against measured time in training steps. Only runs on real "
-        "processes: the seconds of a simulation are those of the simulator.",
-    )
-
-
-_SPENT = {"step": "steps", "bytes_sent": "MB sent per worker", "train_s": "seconds of training"}
-
-
-def _curves_of(
-    analysis: Analysis, runs: pl.DataFrame, look: dict[str, Style], spent: str
+def _curves(
+    analysis: Analysis, runs: pl.DataFrame, look: dict[str, Style], spent: _Spent
 ) -> Figure:
     traces: list[Trace] = []
     metrics = _metrics(analysis)
-    curves = mean_curves(analysis.evaluations, runs)
-    unit = 1e6 if spent == "bytes_sent" else 1
-    for (workload, workers, method), curve in _series(curves):
+    for (workload, workers, method), curve in _series(mean_curves(analysis.evaluations, runs)):
         for role in _ROLES:
-            kept = _thin(curve.filter(pl.col(role).is_not_null()))
+            kept = thin(curve.filter(pl.col(role).is_not_null()))
             if kept.is_empty():
                 continue
-            x = kept[spent] / unit
-            meta = _meta(workload, workers, method, _SPENT[spent], metrics[workload], show=role)
+            x = kept[spent.column] / spent.scale
+            meta = mark(workload, workers, method, spent.axis, metrics[workload], show=role)
             if (kept["runs"] > 1).any():
                 bounds = (kept[f"{role}_low"], kept[f"{role}_high"])
-                traces.append(_band(look[method], x, *bounds, meta))
-            trace = _line(look[method], x, kept[role], meta)
-            unit_name = _SPENT[spent].removesuffix(" per worker")
-            trace["hovertemplate"] = _hover(method, f"%{{x:.4~g}} {unit_name}: %{{y:.4g}}")
+                traces.append(band(look[method], x, *bounds, meta))
+            trace = line(look[method], x, kept[role], meta, f"%{{x:.4~g}} {spent.unit}: %{{y:.4g}}")
             traces.append(trace)
-    axes: dict[str, Any] = {"xaxis": {"type": "log"}} if spent == "bytes_sent" else {}
-    return Figure("", "", "", traces, axes, choices={"show": _ROLES})
+    return Figure(
+        spent.name, spent.title, spent.reading, traces, spent.axes, choices={"show": _ROLES}
+    )
 
 
 def _connections(analysis: Analysis, look: dict[str, Style]) -> Figure:
@@ -193,9 +213,14 @@ def _connections(analysis: Analysis, look: dict[str, Style]) -> Figure:
     x_name = "neighbours heard per step"
     traces: list[Trace] = []
     for (workload, workers, method), group in _series(done):
-        meta = _meta(workload, workers, method, x_name, group["metric"][0])
-        trace = _points(look[method], group["connections"], group["final"], meta)
-        trace["hovertemplate"] = _hover(method, "%{x:.4~g} neighbours per step: %{y:.4g}")
+        meta = mark(workload, workers, method, x_name, group["metric"][0])
+        trace = points(
+            look[method],
+            group["connections"],
+            group["final"],
+            meta,
+            "%{x:.4~g} neighbours per step: %{y:.4g}",
+        )
         traces.append(trace)
     traces += _references(analysis, look, done["connections"], x_name)
     return Figure(
@@ -217,9 +242,14 @@ def _accuracy_by_dispersion(analysis: Analysis, look: dict[str, Style]) -> Figur
         for (phase,), part in group.group_by(["phase"], maintain_order=True):
             for measure, x_name in MEASURES.items():
                 chosen = {"measure": measure, "phase": str(phase)}
-                meta = _meta(workload, workers, method, x_name, part["metric"][0], **chosen)
-                trace = _points(look[method], part[measure], part["final"], meta)
-                trace["hovertemplate"] = _hover(method, "dispersion %{x:.3g}: %{y:.4g}")
+                meta = mark(workload, workers, method, x_name, part["metric"][0], **chosen)
+                trace = points(
+                    look[method],
+                    part[measure],
+                    part["final"],
+                    meta,
+                    "dispersion %{x:.3g}: %{y:.4g}",
+                )
                 traces.append(trace)
     traces += _fit_lines(analysis)
     return Figure(
@@ -244,12 +274,12 @@ def _fit_lines(analysis: Analysis) -> Iterator[Trace]:
         ends = [row["x_low"], row["x_high"]]
         chosen = {"measure": row["measure"], "phase": row["phase"]}
         named = (row["workload"], row["workers"], None)
-        meta = _meta(*named, MEASURES[row["measure"]], metrics[row["workload"]], **chosen)
+        meta = mark(*named, MEASURES[row["measure"]], metrics[row["workload"]], **chosen)
         yield {
             "type": "scatter",
             "mode": "lines",
-            "x": _numbers(ends),
-            "y": _numbers(row["intercept"] + row["slope"] * math.log10(x) for x in ends),
+            "x": numbers(ends),
+            "y": numbers(row["intercept"] + row["slope"] * math.log10(x) for x in ends),
             "name": "fit",
             "line": {"color": "#808080", "width": 1.5},
             "hovertemplate": f"fit: {row['slope']:+.3g} per factor 10, R² {row['r2']:.2f}"
@@ -275,12 +305,13 @@ def _dispersion_by_step(analysis: Analysis, shown: pl.DataFrame, look: dict[str,
             pl.col(list(MEASURES)).mean()
         )
         for (workload, workers, method), curve in _series(by_step):
-            kept = _thin(curve.sort("step"))
+            kept = thin(curve.sort("step"))
             for measure, y_name in MEASURES.items():
                 chosen = {"measure": measure, "tensor": tensor}
-                meta = _meta(workload, workers, method, "steps", y_name, **chosen)
-                trace = _line(look[method], kept["step"], 10 ** kept[measure], meta)
-                trace["hovertemplate"] = _hover(method, "step %{x}: %{y:.3g}")
+                meta = mark(workload, workers, method, "steps", y_name, **chosen)
+                trace = line(
+                    look[method], kept["step"], 10 ** kept[measure], meta, "step %{x}: %{y:.3g}"
+                )
                 traces.append(trace)
     return Figure(
         "dispersion-by-step",
@@ -294,17 +325,47 @@ def _dispersion_by_step(analysis: Analysis, shown: pl.DataFrame, look: dict[str,
     )
 
 
+_NORMS = {"range": "(largest − smallest) / median", "median": "median norm"}
+
+
+def _norms(norms: pl.DataFrame, shown: pl.DataFrame, look: dict[str, Style]) -> Figure:
+    by_seed = shown.select("run_id", "seed", *SETTING, "method").sort("seed", maintain_order=True)
+    first = by_seed.unique([*SETTING, "method"], keep="first", maintain_order=True)
+    joined = first.join(norms, on="run_id", maintain_order="left_right")
+    tensors = joined["tensor"].unique(maintain_order=True).to_list()
+    tensors = tensors[: _TENSORS if len(first) <= _MANY_SERIES else 1]
+    traces: list[Trace] = []
+    for tensor in tensors:
+        for (workload, workers, method), curve in _series(joined.filter(tensor=tensor)):
+            kept = curve.sort("step")
+            steps, middle = kept["step"], kept["median"]
+            curves = {"range": (kept["largest"] - kept["least"]) / middle, "median": middle}
+            for show, values in curves.items():
+                chosen = {"show": show, "tensor": tensor}
+                meta = mark(workload, workers, method, "steps", _NORMS[show], **chosen)
+                traces.append(line(look[method], steps, values, meta, "step %{x}: %{y:.4g}"))
+    return Figure(
+        "norms",
+        "Norms of replicas",
+        "The L2 norm of one tensor, just before averaging, in the run of the first seed: how far "
+        "the largest and the smallest over workers are apart, as a share of the median, or the "
+        "median itself. All norms are in the folder, in norms/<run>.parquet.",
+        traces,
+        {},
+        choices={"show": _NORMS, "tensor": {tensor: tensor for tensor in tensors}},
+    )
+
+
 def _distance(analysis: Analysis, shown: pl.DataFrame, look: dict[str, Style]) -> Figure:
     traces: list[Trace] = []
     mixing = shown.filter(~pl.col("centralized"))
     for (workload, workers, method), curve in _series(_mean_steps(analysis, mixing)):
-        kept = _thin(curve.filter(pl.col("distance") > 0))
-        meta = _meta(workload, workers, method, "steps", "consensus distance Ξ")
+        kept = thin(curve.filter(pl.col("distance") > 0))
+        meta = mark(workload, workers, method, "steps", "consensus distance Ξ")
         if (kept["runs"] > 1).any():
             bounds = (kept["distance_low"], kept["distance_high"])
-            traces.append(_band(look[method], kept["step"], *bounds, meta))
-        trace = _line(look[method], kept["step"], kept["distance"], meta)
-        trace["hovertemplate"] = _hover(method, "step %{x}: Ξ %{y:.3g}")
+            traces.append(band(look[method], kept["step"], *bounds, meta))
+        trace = line(look[method], kept["step"], kept["distance"], meta, "step %{x}: Ξ %{y:.3g}")
         traces.append(trace)
     return Figure(
         "distance",
@@ -331,13 +392,14 @@ def _decisions(analysis: Analysis, shown: pl.DataFrame, look: dict[str, Style]) 
         if curve["degree"].n_unique() == 1 and curve["rounds"].n_unique() == 1 and not controlled:
             continue
         for what, y_name in _DECISIONS.items():
-            kept = _thin(curve.filter(pl.col(what).is_finite()))
+            kept = thin(curve.filter(pl.col(what).is_finite()))
             if kept.is_empty():
                 continue
-            meta = _meta(workload, workers, method, "steps", y_name, show=what)
-            trace = _line(look[method], kept["step"], kept[what], meta)
+            meta = mark(workload, workers, method, "steps", y_name, show=what)
+            trace = line(
+                look[method], kept["step"], kept[what], meta, f"step %{{x}}: %{{y:.3~g}} {y_name}"
+            )
             trace["line"]["shape"] = "hv"
-            trace["hovertemplate"] = _hover(method, f"step %{{x}}: %{{y:.3~g}} {y_name}")
             traces.append(trace)
     return Figure(
         "decisions",
@@ -393,97 +455,7 @@ def _references(
         return
     for row in central.iter_rows(named=True):
         style = look[row["method"]]._replace(dash="dash")
-        meta = _meta(row["workload"], row["workers"], row["method"], x_name, row["metric"])
+        meta = mark(row["workload"], row["workers"], row["method"], x_name, row["metric"])
         ends = [float(str(x.min())), float(str(x.max()))]
-        trace = _line(style, ends, [row["final"]] * 2, meta)
-        trace["hovertemplate"] = _hover(row["method"], "%{y:.4g}")
+        trace = line(style, ends, [row["final"]] * 2, meta, "%{y:.4g}")
         yield trace | {"mode": "lines"}
-
-
-def _meta(
-    workload: str, workers: int | None, method: str | None, x: str, y: str, **choice: str
-) -> dict[str, Any]:
-    return {
-        "workload": workload,
-        "workers": workers,
-        "method": method,
-        "x": x,
-        "y": y,
-        "choice": choice,
-    }
-
-
-def _line(
-    style: Style,
-    x: Iterable[float | None],
-    y: Iterable[float | None],
-    meta: dict[str, Any],
-    markers: int = 6,
-) -> Trace:
-    return {
-        "type": "scatter",
-        "mode": "lines+markers",
-        "x": _numbers(x),
-        "y": _numbers(y),
-        "name": escape(meta["method"]),
-        "line": {"color": style.color, "dash": style.dash, "width": 2},
-        "marker": {
-            "color": style.color,
-            "symbol": style.symbol,
-            "size": 7,
-            "maxdisplayed": markers,
-        },
-        "meta": meta,
-    }
-
-
-def _points(
-    style: Style, x: Iterable[float | None], y: Iterable[float | None], meta: dict[str, Any]
-) -> Trace:
-    marker = {"color": style.color, "symbol": style.symbol, "size": 9, "opacity": 0.85}
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "x": _numbers(x),
-        "y": _numbers(y),
-        "name": escape(meta["method"]),
-        "marker": marker,
-        "meta": meta,
-    }
-
-
-def _band(
-    style: Style, x: pl.Series, low: pl.Series, high: pl.Series, meta: dict[str, Any]
-) -> Trace:
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "x": _numbers([*x, *reversed(x)]),
-        "y": _numbers([*high, *reversed(low)]),
-        "fill": "toself",
-        "fillcolor": faded(style.color, 0.16),
-        "line": {"width": 0, "color": style.color},
-        "hoverinfo": "skip",
-        "showlegend": False,
-        "meta": meta,
-    }
-
-
-def _hover(method: object, text: str) -> str:
-    return f"<b>{escape(str(method))}</b><br>{text}<extra></extra>"
-
-
-def _thin(frame: pl.DataFrame, most: int = _POINTS) -> pl.DataFrame:
-    """Return at most so many rows at even distances, the first and the last among them."""
-    if len(frame) <= most:
-        return frame
-    places = sorted({round(i * (len(frame) - 1) / (most - 1)) for i in range(most)})
-    return frame[places]
-
-
-def _numbers(values: Iterable[float | None]) -> Sequence[float | None]:
-    """Return values with six digits, which is more than a screen shows; None where not finite."""
-    return [
-        None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
-        for value in values
-    ]

@@ -47,7 +47,7 @@ def render(
 def content(results: Results) -> dict[str, Any]:
     """Return what a page shows: ``html``, and ``data`` as JSON for its figures and filter."""
     analysis = results.analysis
-    drawn = figures(analysis)
+    drawn = figures(analysis, results.norms)
     html = (
         _templates()
         .get_template("content.html")

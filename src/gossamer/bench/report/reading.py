@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, final
+
+import polars as pl
 
 from gossamer.bench.analysis import Analysis, analyse_tables
 from gossamer.bench.analysis.tabulate import RunRows, join, rows_of
 from gossamer.bench.experiment import load
-from gossamer.bench.matrix import Matrix, Skipped, expand
+from gossamer.bench.matrix import Skipped
+from gossamer.bench.norms import summarise_norms
+from gossamer.bench.planned import UNKNOWN, PlannedRuns, read_planned
 from gossamer.bench.store import Stamps, Store
 from gossamer.errors import UserError
 from gossamer.records import Started
+
+_log = logging.getLogger(__name__)
+
+_MOST_STEPS = 60
+"""Of which norms are shown."""
+
+NO_NORMS = pl.DataFrame(
+    schema={
+        "run_id": pl.String,
+        "step": pl.Int64,
+        "tensor": pl.String,
+        **dict.fromkeys(
+            ("least", "lower_quartile", "median", "upper_quartile", "largest"), pl.Float64
+        ),
+    }
+)
+"""The table of norms of runs that have kept none."""
 
 
 class Problem(NamedTuple):
@@ -56,6 +79,10 @@ class Results(NamedTuple):
     environments: list[tuple[dict[str, str], int]]
     """Each that runs were done in, and how many."""
 
+    norms: pl.DataFrame
+    """How norms are spread over workers, one row per run, step and tensor; of some steps where
+    there are many."""
+
     @property
     def missing(self) -> int:
         """Runs of which there is no result yet."""
@@ -67,6 +94,7 @@ class _Kept(NamedTuple):
     rows: RunRows | None
     damage: str
     environment: dict[str, str]
+    norms: pl.DataFrame
 
 
 @final
@@ -88,12 +116,12 @@ class Reader:
 
     def read(self) -> Results:
         """Return what the folder holds now."""
-        self._refresh()
-        matrix, name, text, remark = self._experiment()
-        if matrix and self._kept and not self._kept.keys() & {spec.id for spec in matrix.runs}:
+        plan, name, text, remark = self._experiment()
+        self._refresh({run.id: run.parts for run in plan.runs} if plan else {})
+        if plan and self._kept and not self._kept.keys() & {run.id for run in plan.runs}:
             remark = "its file asks for none of those in the folder, so another version made them"
-            matrix = None
-        planned = {spec.id: spec.method for spec in matrix.runs} if matrix else {}
+            plan = None
+        planned = {run.id: run.method for run in plan.runs} if plan else {}
         chosen = {
             run_id: kept for run_id, kept in self._kept.items() if not planned or run_id in planned
         }
@@ -102,7 +130,7 @@ class Reader:
         counts = Counter(analysis.runs["status"].to_list())
         counts["damaged"] += sum(kept.rows is None for kept in chosen.values())
         counts["to do"] = len(planned.keys() - chosen.keys())
-        skipped = matrix.skipped if matrix else []
+        skipped = plan.skipped if plan else []
         counts["skipped"] += len(skipped)
         return Results(
             name=name,
@@ -115,9 +143,10 @@ class Reader:
             remark=remark,
             specs={row.run["run_id"]: row.run["spec"] for row in rows},
             environments=_environments(list(chosen.values())),
+            norms=pl.concat([NO_NORMS, *(kept.norms for kept in chosen.values())]),
         )
 
-    def _refresh(self) -> None:
+    def _refresh(self, planned: Mapping[str, Mapping[str, str]]) -> None:
         stamps = self.stamps()
         self._kept = {run_id: kept for run_id, kept in self._kept.items() if run_id in stamps}
         for run_id, stamp in stamps.items():
@@ -129,16 +158,30 @@ class Reader:
                 continue
             first = story.records[0] if story.records else None
             environment = first.environment if isinstance(first, Started) else {}
-            self._kept[run_id] = _Kept(stamp, rows_of(story), story.damage, environment)
+            rows = rows_of(story, planned.get(run_id))
+            norms = self._norms(run_id) if story.ended else NO_NORMS
+            self._kept[run_id] = _Kept(stamp, rows, story.damage, environment, norms)
 
-    def _experiment(self) -> tuple[Matrix | None, str, str, str]:
+    def _norms(self, run_id: str) -> pl.DataFrame:
+        path = self._store.norms_path(run_id)
+        if not path.exists():
+            return NO_NORMS
+        try:
+            norms = summarise_norms(path, _MOST_STEPS)
+        except UserError as error:
+            _log.warning("%s", error)
+            return NO_NORMS
+        return norms.select(pl.lit(run_id).alias("run_id"), pl.all())
+
+    def _experiment(self) -> tuple[PlannedRuns | None, str, str, str]:
         path = self._store.experiment_path
         fallback = self._store.folder.resolve().name
         if not path.exists():
             return None, fallback, "", f"{path.name} is not in the folder"
         try:
             experiment = load(path)
-            return expand(experiment), experiment.name, experiment.text, ""
+            plan = read_planned(self._store, experiment)
+            return plan, experiment.name, experiment.text, "" if plan else UNKNOWN
         except UserError as error:
             return None, fallback, path.read_text(), str(error)
 

@@ -1,8 +1,7 @@
-"""Write a report: the page, and figures and tables as files. Each appears whole or not at all."""
+"""Write a report: the page, and figures and tables as files. All are atomic."""
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,8 +13,11 @@ from gossamer.bench.analysis import Analysis
 from gossamer.bench.report.figures import Figure, figures
 from gossamer.bench.report.page import render
 from gossamer.bench.report.reading import Reader, Results
-from gossamer.errors import UserError
-from gossamer.files import write_whole
+from gossamer.extras import needed_by
+from gossamer.files import write_all_atomic, write_atomic
+from gossamer.picture import rendering
+
+_NOT_IN_FILE_NAMES = r"[^\w.=()-]+"
 
 
 def write_report(
@@ -37,67 +39,54 @@ def write_report(
     """
     results = Reader(folder).read()
     page = render(results)
-    write_whole(out or folder / "report.html", lambda path: path.write_text(page))
+    write_atomic(out or folder / "report.html", lambda path: path.write_text(page))
     if tables_dir is not None:
-        write_tables(results.analysis, tables_dir)
+        write_tables(results.analysis, tables_dir, results.norms)
     if figures_dir is not None:
-        write_figures(results.analysis, figures_dir)
+        write_figures(results.analysis, figures_dir, results.norms)
     if tensorboard_dir is not None:
         write_tensorboard(results.analysis, tensorboard_dir)
     return results
 
 
-def write_tables(analysis: Analysis, folder: Path) -> None:
-    """Write every table, as .csv and .parquet; lists in a .csv are joined by semicolons."""
-    for name, table in analysis._asdict().items():
+def write_tables(analysis: Analysis, folder: Path, norms: pl.DataFrame | None = None) -> None:
+    """Write every table, as .csv and .parquet; lists in a .csv are joined by semicolons.
+
+    Of norms it is how they are spread over workers; all of them lie beside the runs.
+    """
+    tables = analysis._asdict() | ({} if norms is None else {"norms": norms})
+    for name, table in tables.items():
         lists = [column for column, kind in table.schema.items() if isinstance(kind, pl.List)]
         flat = table.with_columns(pl.col(lists).list.join("; ")) if lists else table
-        write_whole(folder / f"{name}.csv", flat.write_csv)
-        write_whole(folder / f"{name}.parquet", table.write_parquet)
+        write_atomic(folder / f"{name}.csv", flat.write_csv)
+        write_atomic(folder / f"{name}.parquet", table.write_parquet)
 
 
-def write_figures(analysis: Analysis, folder: Path) -> None:
+def write_figures(analysis: Analysis, folder: Path, norms: pl.DataFrame | None = None) -> None:
     """Write every figure as .png and .svg, one for each workload and scale."""
     from plotly.io import write_images
 
-    drawn = dict(images(analysis))
+    drawn = dict(images(analysis, norms))
     if not drawn:
         return
-    names = [f"{name}.{kind}" for name in drawn for kind in ("png", "svg")]
-    aside: list[str | Path] = [folder / f".{os.getpid()}.{name}" for name in names]
-    final = [folder / name for name in names]
+    paths = [folder / f"{name}.{kind}" for name in drawn for kind in ("png", "svg")]
     charts = [chart for chart in drawn.values() for _ in ("png", "svg")]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_images(fig=charts, file=aside)
-        for path, place in zip(aside, final, strict=True):
-            Path(path).replace(place)
-    except OSError as error:
-        raise UserError(f"cannot write {folder}: {error.strerror}; choose another place") from error
-    except (ImportError, RuntimeError, ValueError) as error:
-        raise UserError(
-            "images are drawn by kaleido in a Chrome or Chromium, and that failed "
-            f"({type(error).__name__}); install chromium and gossamer[bench], or leave --figures "
-            "out: the page needs neither"
-        ) from error
-    finally:
-        for path in aside:
-            Path(path).unlink(missing_ok=True)
+
+    def write(aside: list[Path]) -> None:
+        with rendering("leave --figures out: the page needs neither"):
+            write_images(fig=charts, file=list[str | Path](aside))
+
+    write_all_atomic(paths, write)
 
 
 def write_tensorboard(analysis: Analysis, folder: Path) -> None:
     """Write the curves of every run as scalars, each run under its name."""
-    try:
+    with needed_by("--tensorboard needs", extra="tensorboard"):
         from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise UserError(
-            "--tensorboard needs tensorboard, which is not installed; "
-            "pip install 'gossamer[tensorboard]'"
-        ) from error
     curves = {"train": analysis.steps, "evaluation": analysis.evaluations}
     for run in analysis.runs.iter_rows(named=True):
         name = f"{run['workload']} {run['method']} {run['workers']} workers seed {run['seed']}"
-        place = folder / re.sub(r"[^\w.=()-]+", "_", f"{name} {run['run_id'][:6]}")
+        place = folder / re.sub(_NOT_IN_FILE_NAMES, "_", f"{name} {run['run_id'][:6]}")
         with SummaryWriter(str(place)) as writer:
             for kind, table in curves.items():
                 for row in table.filter(pl.col("run_id") == run["run_id"]).iter_rows(named=True):
@@ -106,9 +95,9 @@ def write_tensorboard(analysis: Analysis, folder: Path) -> None:
                             writer.add_scalar(f"{kind}/{column}", value, row["step"])
 
 
-def images(analysis: Analysis) -> Iterator[tuple[str, Any]]:
+def images(analysis: Analysis, norms: pl.DataFrame | None = None) -> Iterator[tuple[str, Any]]:
     """Yield the name and the plotly figure of every image."""
-    for figure in figures(analysis):
+    for figure in figures(analysis, norms):
         first = {name: next(iter(options)) for name, options in figure.choices.items()}
         groups: dict[tuple[str, int | None], list[dict[str, Any]]] = {}
         for trace in figure.traces:
@@ -117,7 +106,8 @@ def images(analysis: Analysis) -> Iterator[tuple[str, Any]]:
                 groups.setdefault((meta["workload"], meta["workers"]), []).append(trace)
         for (workload, workers), traces in groups.items():
             scale = "" if workers is None else f"-{workers}"
-            yield f"{figure.name}-{workload}{scale}", _chart(figure, traces, workload, workers)
+            name = re.sub(_NOT_IN_FILE_NAMES, "_", f"{figure.name}-{workload}{scale}")
+            yield name, _chart(figure, traces, workload, workers)
 
 
 def _chart(

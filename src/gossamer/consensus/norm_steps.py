@@ -1,0 +1,49 @@
+"""At which steps norms are measured: just before workers average, one step in every so many."""
+
+from __future__ import annotations
+
+from typing import final
+
+from gossamer.consensus.dispersion import check_interval
+from gossamer.topology import Schedule
+
+
+@final
+class NormSteps:
+    """The steps at which norms are measured, one in each interval of so many.
+
+    It is the last step of the interval whose parameters the schedule mixes. Most schedules mix at
+    every step, and then it is the last step; under ``local_sgd(every=8)`` nobody talks at seven
+    steps of eight, and what replicas differ by just before they average is known at the eighth.
+    An interval in which nobody mixes has none. A controller's decisions are not known beforehand,
+    and have no part in it.
+
+    Args:
+        schedule: the round of every step.
+        order: ``"awc"`` mixes an update with the round of the step after it, ``"atc"`` with its
+            own.
+        every: steps of an interval; 0 for no steps at all.
+    """
+
+    def __init__(self, schedule: Schedule, order: str, every: int) -> None:
+        self._schedule = schedule
+        self._ahead = 1 if order == "awc" else 0
+        self._every = check_interval(every)
+        self._interval, self._chosen = -1, -1
+
+    def __contains__(self, step: int) -> bool:
+        """Return whether norms are measured after the update of a step, from 0."""
+        if not self._every:
+            return False
+        if self._interval != step // self._every:
+            self._interval = step // self._every
+            self._chosen = self._last_of(self._interval * self._every)
+        return step == self._chosen
+
+    def _last_of(self, first: int) -> int:
+        """Return the last step of an interval that is mixed, or -1."""
+        if self._schedule.num_workers == 1:  # it has no one to mix with, ever
+            return first + self._every - 1
+        steps = range(first + self._every - 1, first - 1, -1)
+        mixed = (step for step in steps if self._schedule.round(step + self._ahead).degree)
+        return next(mixed, -1)

@@ -1,0 +1,274 @@
+"""What gives an engine the rounds of every step: a schedule, or a controller.
+
+Around step t an engine calls
+
+    awc                                        atc
+    before_update(t)   after the gradient      before_update(t)   after the gradient
+    rounds(t + 1)      after the update        rounds(t)          after the update
+
+A controller's observations are sketches, which the engine measures: here for all virtual workers at
+once, or on each rank, to be gathered. Under awc the parameters of step t are measured as soon as
+they are there, and gathered while step t computes, so the controller sees them when it decides how
+those of step t + 1 are mixed. Gradients, where a target needs them, are gathered during the update.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any, Protocol, TypeAlias, cast, final
+
+import numpy as np
+import torch
+
+from gossamer.consensus.catalogue import bind, check_order, parse_control
+from gossamer.consensus.controller import Controller, Decision, Policy
+from gossamer.consensus.observation import Observation
+from gossamer.consensus.state_data import digest_of_data
+from gossamer.consensus.targets import Plain, Target
+from gossamer.errors import UserError
+from gossamer.registry import PlugInError
+from gossamer.topology import Round, Schedule
+from gossamer.topology.arrays import FloatArray
+
+_log = logging.getLogger(__name__)
+
+_OBSERVED = [field.name for field in fields(Observation)]
+
+Gathered: TypeAlias = Callable[[], FloatArray]
+"""Waits for all workers' sketches, [n, m]."""
+
+
+class Meter(Protocol):
+    """How an engine measures its workers."""
+
+    def begin_parameters(self) -> Gathered:
+        """Begin to collect sketches of all workers' parameters."""
+        ...
+
+    def begin_gradients(self) -> Gathered:
+        """Begin to collect sketches of all workers' gradients."""
+        ...
+
+    def begin_lr(self, about: str) -> Callable[[], float]:
+        """Begin to agree on the learning rate; return the function that waits for it.
+
+        Args:
+            about: what must be the same on all workers before they decide with it.
+        """
+        ...
+
+
+class RoundSource(Protocol):
+    """Gives an engine the rounds of every step."""
+
+    @property
+    def decision(self) -> Decision | None:
+        """What a controller decided last."""
+        ...
+
+    def before_update(self, step: int) -> None:
+        """Look at gradients, and at the parameters that they were taken at."""
+        ...
+
+    def rounds(self, step: int) -> tuple[Round, ...]:
+        """Return what a step mixes with, in this order; called once per step."""
+        ...
+
+    def resume(self, step: int) -> tuple[Round, ...]:
+        """Return what ``rounds`` returned, after a state was loaded or parameters were changed."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what continues the rounds."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
+        """Continue from a state at a step; from the start, where another source wrote it.
+
+        A collective call where a controller decides.
+        """
+        ...
+
+
+def name_of(control: str | Policy | Target) -> str:
+    """Return a string that is the same wherever a control is.
+
+    >>> name_of("constant(c=0.5)")
+    'Constant(c=0.5)'
+    """
+    chosen = parse_control(control) if isinstance(control, str) else control
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(chosen))
+
+
+def make_round_source(
+    control: str | Policy | Target, schedule: Schedule, order: str, gossip_steps: int
+) -> Callable[[Meter], RoundSource]:
+    """Check what an engine is to follow; return the function that makes it, of the engine's meter.
+
+    Args:
+        control: a string such as ``"constant(c=0.25)"``, a target or a control.
+        schedule: what plain gossip mixes with.
+        order: ``"awc"`` or ``"atc"``.
+        gossip_steps: how often plain gossip mixes per step; more than once under atc only.
+    """
+    check_order(order)
+    if gossip_steps < 1:
+        raise UserError(
+            f"gossip_steps must be at least 1, got {gossip_steps}; leave it out to mix once"
+        )
+    if order == "awc" and gossip_steps > 1:
+        raise UserError(
+            f"awc mixes once per step, while the gradient is computed, got gossip_steps="
+            f"{gossip_steps}; use order='atc', or a denser topology"
+        )
+    chosen = parse_control(control) if isinstance(control, str) else control
+    if isinstance(chosen, Plain):
+        return lambda meter: _Scheduled(schedule, gossip_steps)
+    if gossip_steps > 1:
+        raise UserError(
+            f"a control decides how often to mix, got gossip_steps={gossip_steps} beside it; "
+            "leave gossip_steps out"
+        )
+    _check_name(chosen)
+    controller = bind(chosen, schedule, order)
+    if not isinstance(cast(object, controller), Controller):
+        raise PlugInError(
+            "a policy's bind must return an object with start, needs, decide, save and load, got "
+            f"{controller!r} from {chosen!r}; return a controller"
+        )
+    digest_of_data(controller.save(controller.start(0)))  # what fails, fails before ranks connect
+    name = f"{name_of(chosen)} on {schedule.name} of {schedule.num_workers} workers"
+    return lambda meter: _Controlled(controller, name, overlapped=order == "awc", meter=meter)
+
+
+def _check_name(control: Policy | Target) -> None:
+    """Refuse what looks the same whatever its settings are: states would be taken for others'."""
+    if type(control).__repr__ is object.__repr__:
+        raise PlugInError(
+            f"a target or policy must have a repr that says its settings, got {control!r}; make "
+            f"{type(control).__name__} a dataclass, or give it a __repr__"
+        )
+
+
+@final
+class _Scheduled:
+    """Plain gossip: the schedule's rounds."""
+
+    decision = None
+
+    def __init__(self, schedule: Schedule, gossip_steps: int) -> None:
+        self._schedule = schedule
+        self._gossip_steps = gossip_steps
+
+    def before_update(self, step: int) -> None:
+        pass
+
+    def rounds(self, step: int) -> tuple[Round, ...]:
+        return (self._schedule.round(step),) * self._gossip_steps
+
+    resume = rounds
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
+        pass
+
+
+@final
+class _Controlled:
+    """A controller's rounds: it sees what it needs, when its order has it."""
+
+    def __init__(
+        self, controller: Controller[Any], name: str, *, overlapped: bool, meter: Meter
+    ) -> None:
+        self._controller = controller
+        self._name = name
+        self._overlapped = overlapped
+        self._meter = meter
+        self._restart(controller.start(0), Observation(step=0, lr=0.0))
+
+    def _restart(self, state: Any, seen: Observation) -> None:
+        self.decision: Decision | None = None
+        # - What the last decision was made from, to make it again
+        self._state = self._state_before = state
+        self._seen = seen
+        # - What is being gathered for the next one
+        self._lr: Callable[[], float] = lambda: 0.0
+        self._sketches: Gathered | None = None
+        self._gradients: Gathered | None = None
+        self._points: Gathered | None = None
+
+    def before_update(self, step: int) -> None:
+        # With the rate go the step and the state: ranks in different states would soon wait for
+        # different things.
+        digest = digest_of_data(self._controller.save(self._state))
+        self._lr = self._meter.begin_lr(f"a decision of {self._name} at {step} in state {digest}")
+        needs = self._controller.needs(step + self._overlapped, self._state)
+        self._gradients = self._meter.begin_gradients() if needs.gradients else None
+        # Under awc these are the parameters that are mixed, which have been measured.
+        apart = needs.points and not self._overlapped
+        self._points = self._meter.begin_parameters() if apart else None
+
+    def rounds(self, step: int) -> tuple[Round, ...]:
+        lr = self._lr()
+        if not self._overlapped and self._controller.needs(step, self._state).sketches:
+            self._sketches = self._meter.begin_parameters()
+        sketches = _waited(self._sketches)
+        gradients = _waited(self._gradients)
+        self._seen = Observation(
+            step=step,
+            lr=lr,
+            sketches=sketches,
+            gradients=gradients,
+            points=_waited(self._points) if not self._overlapped else sketches,
+        )
+        self._state_before = self._state
+        return self.resume(step)
+
+    def resume(self, step: int) -> tuple[Round, ...]:
+        self.decision, self._state = self._controller.decide(self._seen, self._state_before)
+        ahead = self._overlapped and self._controller.needs(step + 1, self._state).sketches
+        self._sketches = self._meter.begin_parameters() if ahead else None
+        return self.decision.rounds
+
+    def state_dict(self) -> dict[str, Any]:
+        seen = None
+        if self.decision is not None:
+            seen = {name: _saved(getattr(self._seen, name)) for name in _OBSERVED}
+        saved = self._controller.save(self._state_before)
+        return {"name": self._name, "state": saved, "seen": seen}
+
+    def load_state_dict(self, state: dict[str, Any], step: int) -> None:
+        own = _canonical(state.get("name", "")) == _canonical(self._name)
+        # On every rank, whatever it loads: where states differ, this says so.
+        lr = self._meter.begin_lr(f"loading {'its' if own else 'no'} state into {self._name}")()
+        if not own:
+            _log.warning("the state is not of %s, which starts anew at step %d", self._name, step)
+            self._restart(self._controller.start(step), Observation(step=step, lr=lr))
+            return
+        self._restart(self._controller.load(state["state"]), Observation(step=step, lr=lr))
+        if state["seen"] is not None:
+            loaded = {name: _loaded(value) for name, value in state["seen"].items()}
+            self._seen = Observation(**loaded)
+            self.decision, self._state = self._controller.decide(self._seen, self._state_before)
+
+
+def _canonical(name: str) -> str:
+    """Return a name in which a number is the same however it was written: 1 is 1.0."""
+    return re.sub(r"\d+(\.\d+)?(e[-+]?\d+)?", lambda number: repr(float(number[0])), name)
+
+
+def _saved(value: Any) -> Any:
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+
+
+def _loaded(value: Any) -> Any:
+    return value.numpy() if isinstance(value, torch.Tensor) else value
+
+
+def _waited(gathered: Gathered | None) -> FloatArray | None:
+    return None if gathered is None else gathered()

@@ -1,0 +1,108 @@
+"""Why an exchange failed, and which rank stopped first.
+
+Note [Finding the cause]
+With Gloo a wait that times out breaks every connection of its rank, so one failure becomes many,
+and the peer that an error names may be healthy. Therefore each rank posts a notice: when it fails,
+when it ends, and when it has been blocked for a while. A notice names the ranks that its author
+waited for. From a rank's own notice one follows these names until a rank that posted none, which is
+the one that is gone or stalled, or until a notice that explains itself: an exception, an end, a
+call that not all ranks made, another round at the same step.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+from gossamer.gossip.notices import Notice, NoticeBoard, name_ranks
+
+
+class Cause(NamedTuple):
+    """What went wrong first."""
+
+    reason: str
+    culprit: int | None
+    """The rank to blame for it, where that is known."""
+
+
+_NO_ANSWER = Cause(
+    "the cause is not known, because the store does not answer: the process that holds it, often "
+    "rank 0, is gone or stalled",
+    None,
+)
+
+
+def find_cause(board: NoticeBoard, own: Notice, *, lost: bool) -> Cause:
+    """Post our own notice, and follow notices from it; see Note [Finding the cause].
+
+    Args:
+        board: where notices are.
+        own: what this rank posts.
+        lost: whether a connection was lost, and not a time exceeded: then the peer has ended, and a
+            notice that it posted while it was blocked does not explain that.
+    """
+    deadline = time.monotonic() + board.search_s
+    return board.ask(lambda: _search(board, own, lost=lost, deadline=deadline), _NO_ANSWER)
+
+
+def _search(board: NoticeBoard, own: Notice, *, lost: bool, deadline: float) -> Cause:
+    board.post(own)
+    seen = [own]
+    while time.monotonic() < deadline:
+        notice = seen[-1]
+        if not notice.peers:
+            return _end_of(notice)
+        if notice.call:
+            return _explain_call(board, notice)
+        peer, found = _next_notice(board, notice, final=lost and notice is own)
+        if found is None:
+            saw_it_go = lost and len(seen) == 1
+            return Cause(f"rank {peer} is {'gone' if saw_it_go else 'gone or stalled'}", peer)
+        if found.mixes_otherwise(notice):
+            ranks = name_ranks([notice.rank, peer])
+            return Cause(f"{ranks} mix with different rounds at step {notice.step}", peer)
+        if found in seen:
+            return Cause(f"{name_ranks([n.rank for n in seen])} wait for each other", None)
+        seen.append(found)
+    return Cause(f"rank {seen[-1].rank} does not go on, and why took too long to find", None)
+
+
+def _explain_call(board: NoticeBoard, notice: Notice) -> Cause:
+    """A collective call failed: somebody was not in it, or is gone."""
+    absent = [rank for rank in notice.peers if board.call_of(rank) != notice.numbered_call]
+    for rank in absent or notice.peers:
+        found = board.notice_of(rank)
+        if found is not None and not found.peers:
+            return _end_of(found)
+    if absent:
+        return Cause(
+            f"rank {notice.rank} called {notice.call} at step {notice.step}, and "
+            f"{name_ranks(absent)} did not, or went away; every rank must make this call",
+            absent[0] if len(absent) == 1 else notice.rank,
+        )
+    return Cause(f"one of {name_ranks(notice.peers)} went away in {notice.call}", None)
+
+
+def _next_notice(board: NoticeBoard, notice: Notice, *, final: bool) -> tuple[int, Notice | None]:
+    """Return the peer that explains most, and its notice.
+
+    That is one that ended, one that mixes with another round, one without a notice, any other.
+    """
+    deadline = time.monotonic() + board.search_s / 2
+    pause = 0.02
+    while True:
+        found = {peer: board.notice_of(peer) for peer in notice.peers}
+        ended = [p for p, n in found.items() if n and not n.peers]
+        differing = [p for p, n in found.items() if n and n.mixes_otherwise(notice)]
+        absent = [p for p, n in found.items() if n is None]
+        blocked = [p for p, n in found.items() if n and final and not n.final]
+        explained = ended or differing
+        if explained or not (absent or blocked) or time.monotonic() >= deadline:
+            peer = (explained or absent or blocked or [*found])[0]
+            return peer, found[peer] if explained or peer not in blocked else None
+        time.sleep(pause)
+        pause *= 1.5  # many ranks may be looking
+
+
+def _end_of(notice: Notice) -> Cause:
+    return Cause(f"rank {notice.rank} {notice.what} at step {notice.step}", notice.rank)

@@ -1,0 +1,164 @@
+"""The files of checkpoints in a folder, each atomic, verified when they are read.
+
+    <folder>/step-00000120/rank-00003-<checksum>.safetensors      what rank 3 wrote
+                           checkpoint.json                        the checksums of all ranks
+
+Note [Atomic checkpoints]
+Every file is written aside, brought to the disk and renamed. The manifest comes when all ranks have
+told each other their checksums, so where there is one, all files that it names are there. File
+names contain checksums: saving a step again leaves the files of the first time as they are until
+the new manifest has taken the place of the old one. What is removed loses its manifest first.
+Every rank writes the manifest and removes what is old, so the folder may be one for all ranks or a
+local one on each host. Ranks compare the manifests they read before they use what these name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+from typing import NamedTuple, final
+
+from gossamer.errors import UserError
+from gossamer.files import sync_folder
+from gossamer.gossip import snapshot
+
+_MANIFEST = "checkpoint.json"
+_VERSION = 1
+
+
+class Found(NamedTuple):
+    """A checkpoint that this rank has read."""
+
+    folder: Path
+    manifest_id: int
+    num_workers: int
+    state: snapshot.StateDict
+
+
+@final
+class CheckpointFolder:
+    """One rank's view of the checkpoints in a folder; see Note [Atomic checkpoints].
+
+    Args:
+        path: the folder, which need not be there yet.
+        rank: whose part is written.
+    """
+
+    def __init__(self, path: Path, rank: int) -> None:
+        if path.exists() and not path.is_dir():
+            raise UserError(f"checkpoints need a folder, got {path}, a file; choose another name")
+        self.path = path
+        self._rank = rank
+
+    def of(self, step: int) -> Path:
+        """Return the folder of one step."""
+        return self.path / f"step-{step:08d}"
+
+    def steps(self) -> list[int]:
+        """Return the steps that have a folder, complete or not, oldest first."""
+        matches = [re.fullmatch(r"step-(\d+)", path.name) for path in self.path.glob("step-*")]
+        return sorted(int(match[1]) for match in matches if match)
+
+    def complete_steps(self) -> list[int]:
+        """Return the steps whose checkpoint has been written by all ranks, oldest first."""
+        return [step for step in self.steps() if (self.of(step) / _MANIFEST).exists()]
+
+    def write_part(self, step: int, state: snapshot.StateDict) -> int:
+        """Write what this rank saves of a step; return its checksum."""
+        folder = self.of(step)
+        folder.mkdir(parents=True, exist_ok=True)
+        checksum = snapshot.write(self._aside(folder), state)
+        _publish(self._aside(folder), _part(folder, self._rank, checksum))
+        return checksum
+
+    def write_manifest(self, step: int, checksums: list[int]) -> None:
+        """Make a checkpoint complete, when all ranks have written their parts."""
+        folder = self.of(step)
+        with self._aside(folder).open("w") as file:
+            file.write(_manifest_of(checksums))
+            file.flush()
+            os.fsync(file.fileno())
+        _publish(self._aside(folder), folder / _MANIFEST)
+
+    def read(self, step: int, num_workers: int) -> Found:
+        """Return what this rank, or the average of all, has saved at a step.
+
+        Args:
+            step: of the checkpoint.
+            num_workers: where another number was saved, their average is read.
+        """
+        folder = self.of(step)
+        manifest_id = snapshot.checksum_of(folder / _MANIFEST)
+        checksums = _read_manifest(folder / _MANIFEST)
+        parts = [(_part(folder, rank, c), c) for rank, c in enumerate(checksums)]
+        if len(parts) == num_workers:
+            state = snapshot.read(*parts[self._rank])
+        else:
+            state = snapshot.average(snapshot.read(*part) for part in parts)
+        return Found(folder, manifest_id, len(parts), state)
+
+    def remove_before(self, step: int, keep: int, damaged: Collection[int]) -> None:
+        """Remove checkpoints that a complete one makes superfluous, unfinished ones among them.
+
+        Nothing later than this step: another rank may already be writing the next one.
+
+        Args:
+            step: of the one that is now complete.
+            keep: how many stay, of those that are not damaged.
+            damaged: steps that could not be read.
+        """
+        usable = [s for s in self.complete_steps() if s <= step and s not in damaged]
+        for saved in self.steps():
+            if saved <= step and saved not in usable[-keep:]:
+                self.remove(saved)
+
+    def remove(self, step: int) -> None:
+        """Remove a checkpoint, its manifest first: what is left of it is not complete."""
+        with contextlib.suppress(OSError):  # another rank may have been faster
+            (self.of(step) / _MANIFEST).unlink()
+        shutil.rmtree(self.of(step), ignore_errors=True)
+
+    def remove_other_parts(self, step: int, checksum: int) -> None:
+        """Remove what this rank had written of a step before it wrote the part that stays."""
+        folder = self.of(step)
+        for path in folder.glob(f"{_prefix(self._rank)}*"):
+            if path != _part(folder, self._rank, checksum):
+                path.unlink()
+
+    def _aside(self, folder: Path) -> Path:
+        return folder / f"{_prefix(self._rank)}.part"
+
+
+def _prefix(rank: int) -> str:
+    return f"rank-{rank:05d}"
+
+
+def _part(folder: Path, rank: int, checksum: int) -> Path:
+    return folder / f"{_prefix(rank)}-{checksum:015x}.safetensors"
+
+
+def _publish(aside: Path, final: Path) -> None:
+    """Give a file that is on the disk its name, there too."""
+    os.replace(aside, final)
+    for folder in (final.parent, final.parent.parent):
+        sync_folder(folder)
+
+
+def _manifest_of(checksums: list[int]) -> str:
+    return json.dumps({"version": _VERSION, "checksums": [f"{c:015x}" for c in checksums]})
+
+
+def _read_manifest(path: Path) -> list[int]:
+    try:
+        text = path.read_text()
+        checksums = [int(checksum, 16) for checksum in json.loads(text)["checksums"]]
+        if checksums and text == _manifest_of(checksums):
+            return checksums
+    except (ValueError, TypeError, LookupError):
+        pass  # said below
+    raise snapshot.DamagedError(f"{path} is not a manifest of version {_VERSION}")

@@ -1,0 +1,159 @@
+"""What travels in collectives, which every rank must take part in, in the same order.
+
+They have connections of their own: a call that one rank makes alone must not be taken for its part
+in a round.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from typing import final
+
+import torch
+from torch import Tensor
+
+from gossamer.gossip.connections import Connections
+from gossamer.gossip.notices import name_ranks
+from gossamer.gossip.telemetry import Telemetry
+
+
+@final
+class Collectives:
+    """Takes part in collectives on behalf of one rank.
+
+    Args:
+        connections: how to reach all ranks.
+        telemetry: counts what averages send, and the time that ranks wait for each other.
+    """
+
+    def __init__(self, connections: Connections, telemetry: Telemetry) -> None:
+        self._connections = connections
+        self._detector = connections.detector
+        self._telemetry = telemetry
+        self._group = connections.open(connections.everyone, "collectives")
+        self._num_gathers = 0
+
+    @property
+    def rank(self) -> int:
+        """The index of this rank."""
+        return self._connections.rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self._connections.size
+
+    def average(self, tensor: Tensor) -> Tensor:
+        """Return the mean over all ranks; that of 16-bit numbers in 32 bits.
+
+        All ranks must be known to be here: see ``assemble``.
+        """
+        wide = tensor.float() if tensor.element_size() == 2 else tensor
+        mean = wide / self.size
+        self._telemetry.count_all_reduce(self.size, mean.nbytes)
+        self._wait_in(self._begin_sum(mean, "an average"))
+        return mean
+
+    def assemble(self, call: str) -> None:
+        """Return when all ranks have come to this call; raise where some came to another."""
+        self.begin_gather(0, call)()
+
+    def begin_gather(self, value: int, call: str) -> Callable[[], list[int]]:
+        """Begin to collect a number from every rank; return the function that waits for them.
+
+        Args:
+            value: this rank's number.
+            call: what the numbers are for. Ranks that gather for something else are an error.
+        """
+        self._detector.raise_failure()
+        self._num_gathers += 1
+        pairs = torch.zeros(self.size, 2, dtype=torch.int64, device=self._connections.device)
+        digest = hashlib.blake2b(f"{self._num_gathers} {call}".encode(), digest_size=7).digest()
+        pairs[self.rank, 0] = int.from_bytes(digest)
+        pairs[self.rank, 1] = value
+        wait = self._begin_sum(pairs, f"all ranks to come to {call}")
+
+        def collect() -> list[int]:
+            self._wait_in(wait)
+            if others := self._ranks_that_differ(pairs[:, 0].tolist()):
+                raise self._detector.difference(
+                    others,
+                    f"all ranks must make the same calls in the same order, but rank {self.rank} "
+                    f"is in {call}, and {self._detector.calls_of(others)}",
+                )
+            return pairs[:, 1].tolist()
+
+        return collect
+
+    def begin_gather_rows(self, row: Tensor, what: str) -> Callable[[], Tensor]:
+        """Begin to collect a vector from every rank; return the function that waits for them all.
+
+        Args:
+            row: this rank's, [m]; of one size on all ranks.
+            what: what the vectors are, for whoever asks why it failed.
+        """
+        self._detector.raise_failure()
+        rows = [torch.empty_like(row) for _ in range(self.size)]
+        wait = self._connections.begin(
+            lambda: self._group.allgather([rows], [row]), what, self._others
+        )
+
+        def collect() -> Tensor:
+            self._wait_in(wait)
+            return torch.stack(rows)
+
+        return collect
+
+    def begin_comparison(self, digest: str) -> Callable[[], None]:
+        """Begin to compare rounds across ranks; return the function that raises a difference.
+
+        Args:
+            digest: of one round, or of all that a step mixes with.
+        """
+        collect = self.begin_gather(int(digest[:15], 16), "the comparison of rounds")
+
+        def compare() -> None:
+            if others := self._ranks_that_differ(collect()):
+                raise self._detector.difference(
+                    others,
+                    f"all ranks must mix with the same round, but {name_ranks(others)} had another "
+                    f"one than rank {self.rank}; they must depend on the step and on what all "
+                    "ranks know",
+                )
+
+        return compare
+
+    def broadcast_(self, tensor: Tensor) -> None:
+        """Replace the tensor by rank 0's."""
+        received = tensor.detach().clone(memory_format=torch.contiguous_format)
+        as_bytes = received.view(-1).view(torch.uint8)  # any dtype travels as bytes
+        wait = self._connections.begin(
+            lambda: self._group.broadcast([as_bytes]), "what rank 0 broadcasts", self._others
+        )
+        with self._detector.blocked():
+            wait()
+        tensor.detach().copy_(received)
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        del self._group
+
+    @property
+    def _others(self) -> tuple[int, ...]:
+        return self._connections.others_in(self._connections.everyone)
+
+    def _begin_sum(self, tensor: Tensor, what: str) -> Callable[[], None]:
+        everyone = self._connections.everyone
+        return self._connections.begin_sum(self._group, everyone, tensor, what)
+
+    def _wait_in(self, wait: Callable[[], None]) -> None:
+        """Wait for all ranks, and count the time."""
+        began = time.perf_counter()
+        with self._detector.blocked():
+            wait()
+        self._telemetry.collective_s += time.perf_counter() - began
+
+    def _ranks_that_differ(self, digests: list[int]) -> list[int]:
+        return [rank for rank, digest in enumerate(digests) if digest != digests[self.rank]]

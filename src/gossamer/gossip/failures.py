@@ -1,0 +1,205 @@
+"""Where this rank is, who is told when that lasts too long, and the error of what failed first.
+
+Nothing here costs anything while training goes well. ``notices`` is what ranks tell each other,
+``causes`` how the one that stopped first is found among it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+import threading
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import final
+
+from gossamer.gossip.causes import find_cause
+from gossamer.gossip.notices import Notice, NoticeBoard, name_ranks
+
+_log = logging.getLogger(__name__)
+
+_BLOCKED_S = 1.0
+"""After how long a blocked rank posts a notice: less than a failing one looks for it."""
+
+_WARN_S = 10.0
+"""After how long a blocked rank logs a warning."""
+
+
+class ExchangeError(RuntimeError):
+    """An exchange did not complete: a peer is late, gone, or out of step.
+
+    Args:
+        message: what this rank waited for, and the cause.
+        culprit: the rank that stopped first, where that is known.
+    """
+
+    def __init__(self, message: str, culprit: int | None = None) -> None:
+        super().__init__(message)
+        self.culprit = culprit
+
+
+@final
+class FailureDetector:
+    """Knows what this rank waits for; turns a wait that fails into an error with its cause.
+
+    Args:
+        board: what ranks tell each other.
+    """
+
+    def __init__(self, board: NoticeBoard) -> None:
+        self.board = board
+        # - Where this rank is
+        self._place = Notice(rank=board.rank, step=0, what="")
+        self._awaited: tuple[str, tuple[int, ...]] = ("", ())
+        self._times_out_at = 0.0
+        self._blocked_since: float | None = None
+        # - Once something went wrong
+        self._lock = threading.Lock()
+        self._failure: ExchangeError | None = None
+        self._ended = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="gossamer-watch", daemon=True)
+
+    # - Where this rank is
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long a message may take from when it is begun."""
+        return self.board.timeout
+
+    def at(self, step: int, round: str) -> None:
+        """Note the step, and the digest of the round that it mixes with."""
+        self._place = replace(self._place, step=step, round=round)
+
+    @contextlib.contextmanager
+    def calling(self, call: str) -> Generator[None]:
+        """Note a collective call, which fails where a rank makes it alone."""
+        self._place = replace(self._place, call=call, call_number=self._place.call_number + 1)
+        with contextlib.suppress(RuntimeError):  # a store that is gone stops no healthy ranks
+            self.board.post_call(self._place)
+        try:
+            yield
+        finally:
+            self._place = replace(self._place, call="")
+
+    def awaits(self, what: str, peers: tuple[int, ...]) -> None:
+        """Note what is waited for next, on any thread, and who could end that wait."""
+        self._awaited = what, peers
+        self._times_out_at = time.monotonic() + self.timeout.total_seconds()
+
+    @property
+    def seconds_left(self) -> float:
+        """How long the wait that was noted last may still take."""
+        return self._times_out_at - time.monotonic()
+
+    @contextlib.contextmanager
+    def blocked(self) -> Generator[None]:
+        """Note that training stands still in the meantime; a thread tells others if it is long."""
+        self._blocked_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._blocked_since = None
+
+    def watch(self) -> None:
+        """Begin to tell the others when this rank is blocked for long, from a thread."""
+        self._watcher.start()
+
+    def _watch(self) -> None:
+        limit = min(_BLOCKED_S, self.board.search_s / 4)
+        posted: Notice | None = None
+        warned = 0.0
+        while not self._ended.wait(limit / 2):
+            since = self._blocked_since
+            blocked = 0.0 if since is None else time.monotonic() - since
+            what, peers = self._awaited
+            notice = replace(self._place, what=what, peers=peers) if blocked > limit else None
+            # Whoever fails will say that the store is gone, if it is.
+            with contextlib.suppress(RuntimeError):
+                if notice is not None and notice != posted:
+                    self.board.post(notice)
+                elif notice is None and posted is not None:
+                    self.board.take_back()
+            posted = notice
+            if notice is not None and blocked > _WARN_S and since != warned:
+                warned = since
+                _log.warning("%s, for %.0f s so far", notice, blocked)
+
+    def end(self) -> None:
+        """End all threads, where the store lets them."""
+        self._ended.set()
+        if self._watcher.is_alive():
+            self._watcher.join(self.board.search_s)
+        self.board.end()
+
+    # - What failed
+
+    @property
+    def broken(self) -> bool:
+        """Whether something failed: nothing that was sent or received may be used any more."""
+        return self._failure is not None
+
+    def raise_failure(self) -> None:
+        """Raise what failed first, if anything did."""
+        if self._failure is not None:
+            raise self._failure
+
+    def failure(self, what: str, peers: tuple[int, ...], error: RuntimeError) -> ExchangeError:
+        """Return the error to raise where a wait failed.
+
+        The first one stays: what fails after it fails because of it.
+        """
+        with self._lock:
+            if self._failure is None:
+                if self._ended.is_set():  # nobody asks any more, and threads must come to an end
+                    return ExchangeError(f"rank {self.board.rank} has ended its gossip")
+                self._ended.set()  # the watcher must not overwrite the last notice
+                own = replace(self._place, what=what, peers=peers, final=True)
+                lost = not re.search("timed? ?out", str(error), re.IGNORECASE)
+                reason, culprit = find_cause(self.board, own, lost=lost)
+                self._failure = ExchangeError(
+                    f"{own}, and failed: {reason} (timeout {self.timeout})", culprit
+                )
+            return self._failure
+
+    def difference(self, others: Sequence[int], message: str) -> ExchangeError:
+        """Return the error to raise where other ranks have sent something else."""
+        with self._lock:
+            if self._failure is None:
+                self._ended.set()
+                culprit = others[0] if len(others) == 1 else None
+                self._failure = ExchangeError(message, culprit)
+            return self._failure
+
+    def calls_of(self, ranks: Sequence[int]) -> str:
+        """Return which calls other ranks have made last, in words.
+
+        They may be over: what ranks gather at every step is not noted, for that would cost time.
+        """
+        calls = self.board.ask(lambda: [self.board.call_of(rank) for rank in ranks], [])
+        if not calls:
+            return f"{name_ranks(ranks)} elsewhere"
+        return ", ".join(
+            f"rank {rank} last called {call.partition(' ')[2]}"
+            if call
+            else f"rank {rank} has made no collective call"
+            for rank, call in zip(ranks, calls, strict=True)
+        )
+
+    def leave(self, reason: str) -> None:
+        """Tell the others why this rank ends before they do."""
+        self.end()
+        if self._failure is None:
+            notice = Notice(rank=self.board.rank, step=self._place.step, what=reason, final=True)
+            self.board.ask(lambda: self.board.post(notice), None)
+
+    @contextlib.contextmanager
+    def leaving_on_error(self) -> Generator[None]:
+        """Tell the others about an exception that passes through."""
+        try:
+            yield
+        except BaseException as error:
+            self.leave(f"raised {error!r}")
+            raise

@@ -1,0 +1,262 @@
+"""The user's handle of a training loop that gossips: all that can be asked of it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Generator
+from typing import Any, final
+
+import torch
+
+from gossamer.consensus import Decision, RoundSource
+from gossamer.errors import UserError
+from gossamer.gossip.rank_meter import RankMeter
+from gossamer.gossip.telemetry import Stats
+from gossamer.gossip.worker import Worker
+from gossamer.topology import Schedule
+from gossamer.topology.arrays import FloatArray
+
+_log = logging.getLogger(__name__)
+
+
+@final
+class Gossip:
+    """A training loop that gossips; made by ``decentralize``.
+
+    Between two steps under awc the parameters are what is being sent, so they must not change,
+    except inside ``drained()``.
+    """
+
+    def __init__(
+        self, schedule: Schedule, source: RoundSource, meter: RankMeter, worker: Worker
+    ) -> None:
+        self.schedule = schedule
+        self.rank, self.num_workers = worker.network.rank, worker.network.size
+        self._source = source
+        self._meter = meter
+        self._worker = worker
+        self._step = worker.step
+        self._restoring = False
+
+    def __enter__(self) -> Gossip:
+        """Gossip until the end of a block, and tell the others about an exception that ends it."""
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Close; after an exception only say so, for peers may never come."""
+        if error is None:
+            self.close()
+        else:
+            self._worker.network.detector.leave(f"raised {error!r}")
+
+    # - Measuring
+
+    @property
+    def device(self) -> torch.device:
+        """Where the parameters live."""
+        self._worker.check_open()
+        return self._worker.replica.device
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of training taken so far."""
+        return self._step.num_steps
+
+    @property
+    def last_norms(self) -> FloatArray | None:
+        """L2 norms [T, W] of every parameter tensor of every worker, after an update and before it
+        is mixed, as DBench correlates them; of the last step that measured them.
+        """
+        return self._step.last_norms
+
+    @property
+    def norms_step(self) -> int:
+        """How many steps had been taken with the one that ``last_norms`` is of; 0 for none."""
+        return self._step.norms_step
+
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent so far in rounds and averages."""
+        return self._worker.network.telemetry.bytes_sent
+
+    @property
+    def messages_sent(self) -> int:
+        """Messages that this rank has sent so far; an all-reduce of g ranks counts as 2(g − 1)."""
+        return self._worker.network.telemetry.messages_sent
+
+    @property
+    def decision(self) -> Decision | None:
+        """What the control decided last: rounds, the estimated distance and its target."""
+        return self._source.decision
+
+    def stats(self) -> Stats:
+        """Return what this rank has sent and waited so far."""
+        return self._worker.network.telemetry.stats(self.num_steps)
+
+    @torch.no_grad()
+    def consensus_distance(self) -> float:
+        """Return Ξ, with Ξ² = (1/n) Σ_i ‖x̄ − x_i‖², over all parameters. A collective call."""
+        average = self._worker.network.collectives.average
+        with self._worker.collective("consensus_distance()"):
+            squared = torch.zeros(1, dtype=torch.float64, device=self._worker.replica.device)
+            for bucket in self._worker.replica.buckets:
+                difference = average(bucket).sub_(bucket)
+                squared += torch.linalg.vector_norm(difference, dtype=torch.float64) ** 2
+            return float(average(squared).sqrt())
+
+    def sketches(self) -> FloatArray:
+        """Return a sketch of every worker's parameters, [n, m]: their distances, nearly.
+
+        A collective call that lets an exchange in flight go on. ``consensus.sketch_distance`` and
+        ``consensus.theta`` read it; it costs a pass over the parameters and 2 kB per rank.
+        """
+        self._worker.check_ready("sketches()")
+        return self._meter.begin_parameters()()
+
+    def gather(self, value: int) -> list[int]:
+        """Return every rank's number, in the order of ranks. A collective call."""
+        return self._worker.gather(value)
+
+    # - Looking at other parameters, or changing them
+
+    @contextlib.contextmanager
+    def averaged(self) -> Generator[None]:
+        """Give the model the exact average of all workers; restore it bit for bit at the end.
+
+        A collective call. Needs one more copy of the parameters while it lasts.
+        """
+        with self._restored("averaged()"):
+            with self._worker.collective("averaged()"):
+                for tensor, mean in self._worker.averages():
+                    tensor.copy_(mean)
+            yield
+
+    @contextlib.contextmanager
+    def drained(self, *, keep_changes: bool = False) -> Generator[None]:
+        """Let code change parameters between two steps, while nothing is being sent.
+
+        Args:
+            keep_changes: by default parameters are restored bit for bit at the end (a second
+                gradient for SAM, evaluation with swapped weights), which needs a copy of them while
+                it lasts. True keeps what the code leaves, and makes this a collective call: the
+                exchange of this step starts again, from the changed parameters.
+        """
+        if not keep_changes:
+            with self._restored("drained()"):
+                yield
+            return
+        call = "drained(keep_changes=True)"
+        self._refuse_where_undone(call)
+        self._step.refuse_amid_optimizers(call)
+        with self._worker.collective(call):
+            pass
+        try:
+            with self._step.paused(call):
+                yield
+        finally:
+            self._step.restart()  # after an exception too: the others will
+
+    @contextlib.contextmanager
+    def _restored(self, call: str) -> Generator[None]:
+        self._worker.check_open()
+        with self._step.paused(call), self._worker.replica.restored():
+            outer, self._restoring = self._restoring, True
+            try:
+                yield
+            finally:
+                self._restoring = outer
+
+    def _refuse_where_undone(self, call: str) -> None:
+        """Raise where the end of a block would undo a call."""
+        if self._restoring:
+            raise UserError(
+                f"{call} must come outside of blocks that restore parameters, got it inside "
+                f"{self._step.paused_by}; leave the block first"
+            )
+
+    # - Uneven inputs
+
+    @contextlib.contextmanager
+    def join(self) -> Generator[None]:
+        """Let ranks take different numbers of steps inside, as DDP's ``join`` does.
+
+        A collective call around the loop. A rank that has left its loop goes on to exchange and
+        mix, without updates of its own, until all ranks have left theirs; these steps count in
+        ``num_steps``. Every step tells all ranks who still trains, so no rank can be more than one
+        step ahead of the slowest.
+        """
+        with self._worker.collective("join()"):
+            pass
+        with self._step.joined():
+            yield
+
+    # - State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what, with the model's and the optimizer's state, continues this run."""
+        self._worker.check_open()
+        return {
+            "num_steps": self.num_steps,
+            "num_workers": self.num_workers,
+            "rank": self.rank,
+            "topology": self.schedule.name,
+            "control": self._source.state_dict(),
+            **self._step.norms_state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a state, after the model and the optimizer have loaded theirs.
+
+        A collective call. Under awc the exchange that was in flight starts again, from the loaded
+        parameters. To load while training, wrap all three in ``drained(keep_changes=True)``.
+        """
+        self._worker.check_open()
+        self._refuse_where_undone("load_state_dict()")
+        self._step.refuse_amid_optimizers("load_state_dict()")
+        for field, ours in (("num_workers", self.num_workers), ("rank", self.rank)):
+            if state[field] != ours:
+                raise UserError(
+                    f"a state must be of this rank and number of workers, got {field} "
+                    f"{state[field]} where this gossip has {ours}; gossamer.Checkpoints resumes "
+                    "on another number of workers from the average"
+                )
+        if state["topology"] != self.schedule.name:
+            _log.warning("continuing a run on %s with %s", state["topology"], self.schedule.name)
+        with self._worker.collective("load_state_dict()"):
+            steps = self._worker.begin_gather(state["num_steps"], "the loaded number of steps")()
+        if len(set(steps)) > 1:
+            raise UserError(
+                f"all ranks must load the state of one step, got steps {steps} on ranks 0 to "
+                f"{self.num_workers - 1}; choose a checkpoint that all of them have"
+            )
+        self._step.num_steps = state["num_steps"]
+        self._step.load_norms(state, self.num_workers)
+        self._source.load_state_dict(state["control"], self.num_steps)
+        if not self._step.paused_by:  # or the end of drained() does it
+            self._step.restart()
+
+    # - The end
+
+    def finalize(self) -> None:
+        """End gossip and leave the exact average in every rank's model. A collective call."""
+        self._refuse_where_undone("finalize()")
+        with self._worker.collective("finalize()"):
+            averages = [*self._worker.averages()]  # all before any: a failure changes nothing
+            for tensor, mean in averages:
+                tensor.copy_(mean)
+        self.close()
+
+    def close(self) -> None:
+        """End gossip: wait for what is in flight, remove every hook, free all memory.
+
+        Parameters stay as they are, in storage of their own again. What is closed stays closed.
+        """
+        if not self._worker.is_closed:
+            self._refuse_where_undone("close()")
+            self._worker.close()
+
+
+def worker_of(gossip: Gossip) -> Worker:
+    """Return what ``Checkpoints`` and ``GradScaler`` share with a handle; no business of users."""
+    return gossip._worker  # pyright: ignore[reportPrivateUsage]

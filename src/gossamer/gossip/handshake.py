@@ -1,0 +1,156 @@
+"""The comparison of what all ranks were given, before anything is sent.
+
+Through the store: rank 0 shows its facts, the others say where theirs differ, rank 0 collects that
+and concludes. Each of the others reads two strings and writes one, however many there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import time
+from collections.abc import Generator
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor, nn
+
+from gossamer.errors import UserError
+from gossamer.gossip.failures import ExchangeError
+from gossamer.gossip.notices import NoticeBoard, name_ranks
+from gossamer.topology import Schedule
+from gossamer.topology.round import digest_of
+
+_CONCLUDES_WITHIN = timedelta(seconds=4)
+"""How long rank 0 may take to say what it has collected."""
+
+_MOST_DIFFERENCES = 3
+
+_ROUNDS_COMPARED = 16
+"""How many rounds of a schedule without a period are compared."""
+
+MOST_ROUNDS_COMPARED = 64
+"""How many of one with a period. What ranks open before training follows from rounds, so no round
+beyond these may decide it: ranks with different ones would wait for each other."""
+
+
+def rounds_digest(schedule: Schedule) -> str:
+    """Return a short string that differs where rounds do, as far as all ranks compare them."""
+    num_rounds = min(schedule.period or _ROUNDS_COMPARED, MOST_ROUNDS_COMPARED)
+    return digest_of(map(schedule.round, range(num_rounds)))[:8]
+
+
+def facts_about(model: nn.Module) -> dict[str, str]:
+    """Return what must be the same on all ranks before a byte of this model is sent."""
+    tensors = {
+        **{f"parameter {name}": parameter for name, parameter in model.named_parameters()},
+        **{f"buffer {name}": buffer for name, buffer in model.named_buffers()},
+    }
+    facts = {name: _describe(tensor) for name, tensor in tensors.items()}
+    # The same tensors in another order would land in other places of a bucket.
+    facts["the order of tensors"] = hashlib.blake2b(str([*tensors]).encode()).hexdigest()[:8]
+    return facts
+
+
+def _describe(tensor: Tensor) -> str:
+    """Say all that decides how a tensor travels.
+
+    >>> import torch
+    >>> _describe(torch.zeros(2, 3))
+    'float32 [2, 3]'
+    """
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    strides = "" if tensor.is_contiguous() else f" with strides {[*tensor.stride()]}"
+    trained = " (trained)" if tensor.requires_grad else ""
+    device = "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
+    return f"{dtype} {[*tensor.shape]}{strides}{trained}{device}"
+
+
+def shake_hands(board: NoticeBoard, facts: dict[str, str]) -> None:
+    """Raise, on all ranks, where these are not the same on all ranks."""
+    if board.rank == 0:
+        board.store.set("facts", json.dumps(facts))
+        _conclude(board, _collect_differences(board))
+    else:
+        shown = _read(board, "facts", "rank 0 to call decentralize()")
+        _differ(board, _differences(facts, shown))
+    _raise_conclusion(board)
+
+
+@contextlib.contextmanager
+def declining_on_error(board: NoticeBoard) -> Generator[None]:
+    """Tell the others where this rank cannot start, so that they do not wait for it."""
+    try:
+        yield
+    except Exception as error:
+        reason = f"rank {board.rank} could not start: {error}"
+        if board.rank == 0:
+            board.store.set("facts", json.dumps({}))
+            _conclude(board, [reason])
+        else:
+            _differ(board, {"": (reason, "")})
+        raise
+
+
+def _differ(board: NoticeBoard, differences: dict[str, tuple[str, str]]) -> None:
+    """Tell rank 0 what this rank has in place of its facts; a reason by itself under no name."""
+    board.store.set(f"differs/{board.rank}", json.dumps(differences))
+
+
+def _collect_differences(board: NoticeBoard) -> list[str]:
+    """Return what is not the same, in words; a rank that does not answer is a difference."""
+    ranks_by_difference: dict[tuple[str, str, str], list[int]] = {}
+    reasons: list[str] = []
+    deadline = time.monotonic() + board.timeout.total_seconds()
+    for rank in range(1, board.size):
+        left = timedelta(seconds=max(deadline - time.monotonic(), 0.01))
+        try:
+            differences = _read(board, f"differs/{rank}", "", left)
+        except ExchangeError:
+            reasons.append(f"rank {rank} did not call decentralize() within {board.timeout}")
+            continue
+        for field, (theirs, ours) in differences.items():
+            if field:
+                ranks_by_difference.setdefault((field, theirs, ours), []).append(rank)
+            else:
+                reasons.append(theirs)
+    for (field, theirs, ours), ranks in ranks_by_difference.items():
+        reasons.append(f"{field} is {ours} on rank 0 and {theirs} on {name_ranks(ranks)}")
+    return reasons
+
+
+def _conclude(board: NoticeBoard, reasons: list[str]) -> None:
+    board.store.set("conclusion", json.dumps(reasons))
+
+
+def _raise_conclusion(board: NoticeBoard) -> None:
+    # Rank 0 waits as long for the others as they for it, and then has yet to say so.
+    patience = 2 * board.timeout + _CONCLUDES_WITHIN
+    reasons = _read(board, "conclusion", "rank 0 to compare all ranks", patience)
+    if reasons:
+        shown = reasons[:_MOST_DIFFERENCES]
+        more = len(reasons) - len(shown)
+        raise UserError(
+            "all ranks must call decentralize() with the same model and arguments, but "
+            + "; ".join(shown)
+            + (f"; and {more} more" if more else "")
+        )
+
+
+def _read(board: NoticeBoard, key: str, what: str, timeout: timedelta | None = None) -> Any:
+    timeout = timeout or board.timeout
+    try:
+        board.store.wait([key], timeout)
+        return json.loads(board.store.get(key))
+    except RuntimeError as error:
+        raise ExchangeError(
+            f"rank {board.rank} waited for {what}, at most {timeout}, and failed: {error}; "
+            "look for a rank that stopped, or allow a longer timeout"
+        ) from error
+
+
+def _differences(ours: dict[str, str], theirs: dict[str, str]) -> dict[str, tuple[str, str]]:
+    fields = {**theirs, **ours}
+    pairs = {field: (ours.get(field, "absent"), theirs.get(field, "absent")) for field in fields}
+    return {field: (a, b) for field, (a, b) in pairs.items() if a != b}

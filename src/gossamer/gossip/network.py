@@ -1,0 +1,63 @@
+"""All that connects one rank to the others, opened and ended together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import final
+
+import torch
+from torch.distributed import ProcessGroup
+
+from gossamer.gossip.collectives import Collectives
+from gossamer.gossip.connections import Connections
+from gossamer.gossip.failures import FailureDetector
+from gossamer.gossip.telemetry import Telemetry
+from gossamer.gossip.transport import Transport
+from gossamer.topology import Round
+
+_SHUTDOWN_S = 10.0
+"""How long an interpreter may take to shut down."""
+
+
+@final
+class Network:
+    """The exchanges and collectives of one rank.
+
+    Args:
+        process_group: the ranks that take part; nothing is sent on it.
+        detector: who explains what fails.
+        device: where the tensors live.
+        rounds: rounds whose groups get process groups of their own; see ``Transport``.
+    """
+
+    def __init__(
+        self,
+        process_group: ProcessGroup,
+        detector: FailureDetector,
+        device: torch.device,
+        *,
+        rounds: Iterable[Round] = (),
+    ) -> None:
+        self.rank, self.size = process_group.rank(), process_group.size()
+        self.detector = detector
+        self.telemetry = Telemetry()
+        self._connections = Connections(process_group, detector, device)
+        self.collectives = Collectives(self._connections, self.telemetry)
+        self.transport = Transport(self._connections, self.telemetry, rounds=rounds)
+
+    def close(self) -> None:
+        """Leave all groups; nothing may be in flight."""
+        self.transport.close()
+        self.collectives.close()
+        self._connections.close()
+
+    def abandon(self, seconds: float) -> None:
+        """Let the process end, or go on without this network, though peers have failed it.
+
+        A thread that waits in Gloo would abort the process if it were woken while the interpreter
+        shuts down: by its timeout, a peer's end, or that of its own group. So it gets time to be
+        woken before, and all connections stay until the process is gone.
+        """
+        left = self.detector.seconds_left
+        self.transport.wait_idle(left + 1 if left < seconds + _SHUTDOWN_S else seconds)
+        self._connections.keep_until_exit()

@@ -1,0 +1,154 @@
+"""What must hold before a model can gossip: checks of one rank that send nothing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Sequence
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
+from torch.optim import LBFGS, Optimizer
+
+from gossamer.errors import UserError
+from gossamer.gossip.buckets import is_dense
+from gossamer.gossip.guard import held_by, is_guarded
+
+
+def check_positive(name: str, value: object, positive: bool) -> None:
+    """Raise where an argument is not above 0."""
+    if not positive:
+        raise UserError(f"{name} must be above 0, got {value}; leave it out for the default")
+
+
+def to_group(process_group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
+    """Return the group of the ranks that take part."""
+    if isinstance(process_group, DeviceMesh):
+        if process_group.ndim != 1:
+            raise UserError(
+                f"a mesh must have one dimension, got {process_group.ndim}; pass the part along "
+                "which replicas differ, as in mesh['replica']"
+            )
+        return process_group.get_group()
+    if process_group is not None:
+        return process_group
+    if not dist.is_available() or not dist.is_initialized():
+        raise UserError(
+            "decentralize needs a process group, and none is initialized; call "
+            "torch.distributed.init_process_group() under torchrun, or pass process_group="
+        )
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def check_wrapper(model: nn.Module, process_group: ProcessGroup) -> None:
+    """Raise where something else already keeps these ranks' parameters in step.
+
+    DDP within a node and gossip between nodes is fine: then the two groups share this rank alone.
+    """
+    if any(
+        _is_a(module, "torch.distributed.fsdp", name)
+        for module in model.modules()
+        for name in ("FSDPModule", "FullyShardedDataParallel")
+    ):
+        raise UserError(
+            "decentralize moves parameters into storage of its own, got a model sharded by FSDP, "
+            "which owns the storage of its shards; use DDP within a node, or no wrapper"
+        )
+    for module in model.modules():
+        if not isinstance(module, DistributedDataParallel):
+            continue
+        of_ddp = dist.get_process_group_ranks(module.process_group)
+        shared = set(of_ddp) & set(dist.get_process_group_ranks(process_group))
+        if len(shared) > 1:
+            raise UserError(
+                "DDP and gossip must not connect the same ranks, got a model wrapped in DDP over "
+                f"ranks {sorted(shared)} of the gossip's group; pass the model itself, or a "
+                "process_group= with one rank of each DDP group"
+            )
+
+
+def trained_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    """Return the parameters to mix, after all checks of them and of what trains them."""
+    named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    _check_held(named.values(), optimizers)
+    for optimizer in optimizers:
+        _check_optimizer(optimizer)
+    devices = sorted({str(p.device) for p in named.values()})
+    if len(devices) > 1:
+        raise UserError(
+            f"all parameters must be on one device, got {devices}; move the model to one of them"
+        )
+    addresses: set[int] = set()
+    for name, parameter in named.items():
+        _check_parameter(name, parameter, addresses)
+    return list(named.values())
+
+
+def _check_held(trained: Collection[Tensor], optimizers: Sequence[Optimizer]) -> None:
+    """Raise where optimizers train other parameters than the model's, or one of them twice."""
+    known = {id(p) for p in trained}
+    held = [p for p in held_by(optimizers) if p.requires_grad]
+    strangers = sum(id(p) not in known for p in held)
+    if not trained or strangers or not optimizers:
+        raise UserError(
+            "the optimizer must hold parameters of the model, and the model trainable ones, got "
+            f"{strangers} foreign and {len(trained)} trainable parameters; "
+            "build the optimizer from this model's parameters()"
+        )
+    twice = len(held) - len({id(p) for p in held})
+    if twice:
+        raise UserError(
+            f"each parameter must be in one optimizer, got {twice} in two; give each its own"
+        )
+
+
+def _check_optimizer(optimizer: Optimizer) -> None:
+    if isinstance(optimizer, LBFGS):
+        raise UserError(
+            "an optimizer must take one gradient per step, got LBFGS, which evaluates the closure "
+            "again at points that other workers do not know; use SGD or Adam"
+        )
+    if "_optimizer_step_pre_hooks" not in vars(optimizer):  # where torch keeps them
+        raise UserError(
+            f"an optimizer must take hooks around its step, got {type(optimizer).__name__}, "
+            "which only calls another one's; pass the one inside, as optimizer.optimizer"
+        )
+
+
+def _is_a(thing: object, module: str, name: str) -> bool:
+    """Whether it is of a class whose module takes long to import, and need not be imported here."""
+    loaded = sys.modules.get(module)
+    return loaded is not None and isinstance(thing, getattr(loaded, name))
+
+
+def _check_parameter(name: str, parameter: Tensor, addresses: set[int]) -> None:
+    if is_guarded(parameter):
+        raise UserError(
+            f"a parameter can gossip once, got {name}, which already does; close() the first gossip"
+        )
+    if isinstance(parameter, UninitializedParameter):
+        raise UserError(
+            f"parameters must have a shape, got {name}, which is not initialized; "
+            "run the model once before decentralize()"
+        )
+    if _is_a(parameter, "torch.distributed.tensor", "DTensor"):
+        raise UserError(
+            f"parameters must be whole on every rank, got {name}, a DTensor, whose storage belongs "
+            "to the mesh that shards it; use plain tensors"
+        )
+    if not is_dense(parameter):
+        raise UserError(
+            f"parameters must occupy their memory without gaps or overlap, got {name} with shape "
+            f"{tuple(parameter.shape)} and strides {parameter.stride()}; assign a contiguous copy"
+        )
+    if parameter.numel() and parameter.data_ptr() in addresses:
+        raise UserError(
+            f"tied parameters must be one object, got {name}, which shares the memory of another; "
+            "assign the parameter itself, as in a.weight = b.weight"
+        )
+    addresses.add(parameter.data_ptr())

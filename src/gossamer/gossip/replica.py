@@ -1,0 +1,79 @@
+"""A worker's replica of the model, as it is mixed and averaged."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Sequence
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from gossamer.gossip.buckets import flatten_, unflatten_
+from gossamer.normalization import StatisticsRule, running_statistics
+
+
+@final
+class Replica:
+    """Holds the parameters of one worker in buckets, until it is released.
+
+    Args:
+        model: whose running statistics are mixed or averaged.
+        trained: its parameters that are mixed; they become views of buckets.
+        rule: what happens to running statistics.
+        bucket_mb: size of a bucket in megabytes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        trained: Sequence[Tensor],
+        rule: StatisticsRule,
+        bucket_mb: float,
+    ) -> None:
+        statistics = [*running_statistics(model).values()]
+        self.device = trained[0].device
+        self.buckets = flatten_(trained, bucket_mb)
+        self.changing = flatten_(statistics, bucket_mb) if rule.mixed else []
+        """Buckets of statistics, which a forward pass changes while they are sent."""
+        self._flattened = [*trained, *(statistics if rule.mixed else ())]
+        self._averaged: Sequence[Tensor] = statistics if rule.averaged else []
+
+    @property
+    def is_released(self) -> bool:
+        """Whether its tensors are the model's own again."""
+        return not self.buckets
+
+    @torch.no_grad()
+    def averages(self, average: Callable[[Tensor], Tensor]) -> Generator[tuple[Tensor, Tensor]]:
+        """Yield each tensor that is averaged with its mean over all workers.
+
+        Args:
+            average: a collective that returns the mean of a tensor.
+        """
+        for bucket in self.buckets:
+            yield bucket, average(bucket)
+        if self._averaged:
+            # Many and small: one message for all of them.
+            means = average(torch.cat([buffer.flatten() for buffer in self._averaged]))
+            sizes = [buffer.numel() for buffer in self._averaged]
+            for buffer, mean in zip(self._averaged, means.split(sizes), strict=True):
+                yield buffer, mean.view_as(buffer)
+
+    @contextlib.contextmanager
+    def restored(self) -> Generator[None]:
+        """Put back, bit for bit, what the code of a block changes."""
+        tensors = [*self.buckets, *self._averaged]
+        saved = [tensor.detach().clone() for tensor in tensors]
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, before in zip(tensors, saved, strict=True):
+                    tensor.copy_(before)
+
+    def release(self) -> None:
+        """Give tensors storage of their own again."""
+        flattened, self._flattened = self._flattened, []
+        self.buckets, self.changing, self._averaged = [], [], []
+        unflatten_(flattened)

@@ -1,0 +1,220 @@
+"""One step of training on a rank, around ``optimizer.step()``.
+
+The user's loop stays as it is. A hook before the first optimizer's update and one after the last
+one's do what the order asks for (``orders``); several optimizers, closures and steps within steps
+are brought to that here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Sequence
+from typing import Any, final
+
+import torch
+from torch.optim import Optimizer
+
+from gossamer.consensus import NormSteps
+from gossamer.errors import UserError
+from gossamer.gossip import step_call
+from gossamer.gossip.guard import Guard
+from gossamer.gossip.mixer import Mixer, MixerState
+from gossamer.gossip.orders import Order
+from gossamer.gossip.rank_meter import RankMeter
+from gossamer.topology.arrays import FloatArray
+
+
+@final
+class Step:
+    """Takes steps of training, one after the other; its hooks make optimizers' steps part of them.
+
+    Args:
+        optimizers: each takes one step per step of training.
+        order: when a step mixes, and with which rounds.
+        mixer: what is in flight between steps.
+        guard: who sees parameters that are not what is sent.
+        meter: measures norms, and says who still trains inside join().
+        norm_steps: at which norms are measured.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        order: Order,
+        mixer: Mixer,
+        guard: Guard,
+        meter: RankMeter,
+        norm_steps: NormSteps,
+    ) -> None:
+        self.num_steps = 0
+        """Steps taken so far."""
+        self.last_norms: FloatArray | None = None
+        self.norms_step = 0
+        self.joining = False
+        """Whether ranks may be at different places: the user is inside join()."""
+        self.paused_by = ""
+        """The block that the user is inside of, in which no step may be taken."""
+        # - What takes part
+        self._optimizers = optimizers
+        self._order = order
+        self._mixer = mixer
+        self._guard = guard
+        self._meter = meter
+        self._norm_steps = norm_steps
+        # - The step that is being taken
+        self._stepped: list[Optimizer] = []
+        self._begun = False
+        # - Hooks
+        untraced: Any = torch.compiler.disable  # where a user compiles the optimizer's step
+        self._hooks = [
+            hook
+            for optimizer in optimizers
+            for hook in (
+                optimizer.register_step_pre_hook(untraced(self._before_update)),
+                optimizer.register_step_post_hook(untraced(self._after_update)),
+            )
+        ]
+
+    # - From hook to hook
+
+    def _before_update(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if step_call.is_nested(optimizer):
+            return args, kwargs
+        step_call.refuse_other_scaler()
+        self._refuse_out_of_turn(optimizer, args, kwargs)
+        self._guard.check_trained()
+        args, kwargs = step_call.evaluate_closure(args, kwargs)
+        if not self._begun:
+            self._begin()
+        return args, kwargs
+
+    def _after_update(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if not step_call.is_nested(optimizer):
+            self._count(optimizer)
+
+    def skip(self, optimizer: Optimizer) -> None:
+        """Count an optimizer's step as taken, though all ranks agreed to skip it."""
+        assert optimizer in self._optimizers, "an optimizer of another gossip"
+        self._count(optimizer)
+
+    def _count(self, optimizer: Optimizer) -> None:
+        self._stepped.append(optimizer)
+        if len(self._stepped) == len(self._optimizers):
+            if self._begun:  # else all were skipped
+                self._finish()
+            self._stepped = []
+
+    def _begin(self) -> None:
+        """Come between backward pass and the first optimizer's update."""
+        self._check_unchanged()
+        if self.joining:
+            self._meter.count_training()
+        self._order.before_update(self.num_steps)
+        self._begun = True
+
+    def _finish(self) -> None:
+        """Come between the last optimizer's update and the next forward pass."""
+        self._stepped, self._begun = [], False
+        self._guard.renew()
+        if self.num_steps in self._norm_steps:
+            self.last_norms = self._meter.norms()
+            self.norms_step = self.num_steps + 1
+        self._order.after_update(self.num_steps)
+        self.num_steps += 1
+
+    def _refuse_out_of_turn(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if self.paused_by:
+            raise UserError(
+                f"optimizer.step() must come outside of {self.paused_by}, got one inside; "
+                "leave the block first"
+            )
+        if optimizer in self._stepped:
+            raise UserError(
+                f"each of the {len(self._optimizers)} optimizers must take one step before any "
+                "takes the next, got a second step of one; where they train in turns, give each "
+                "model its own decentralize()"
+            )
+        if self._stepped and step_call.closure_of(args, kwargs) is not None:
+            raise UserError(
+                "with several optimizers gradients must be there before the first one's step, got "
+                "a closure for a later one; call backward() first and step() without a closure"
+            )
+
+    # - Between two steps
+
+    def norms_state(self) -> dict[str, Any]:
+        """Return the norms that were measured last, where any are, as a part of a state."""
+        if self.last_norms is None:
+            return {}
+        return {"norms_step": self.norms_step, "last_norms": torch.from_numpy(self.last_norms)}
+
+    def load_norms(self, state: dict[str, Any], num_workers: int) -> None:
+        """Take them from a state; those of another number of workers are of no use."""
+        norms: torch.Tensor | None = state.get("last_norms")
+        of_these = norms is not None and norms.shape[1] == num_workers
+        self.norms_step = state["norms_step"] if of_these else 0
+        self.last_norms = norms.numpy() if norms is not None and of_these else None
+
+    def refuse_amid_optimizers(self, call: str) -> None:
+        """Raise where some optimizers have taken this step and others not."""
+        if self._begun:
+            raise UserError(
+                f"{call} must come between two steps of training, got it after the first of "
+                f"{len(self._optimizers)} optimizers; let all of them take their step first"
+            )
+
+    def drain(self) -> None:
+        """Wait until nothing is on the wire; raise where parameters changed while they were."""
+        self._check_unchanged()
+        self._mixer.drain()
+
+    @contextlib.contextmanager
+    def paused(self, call: str) -> Generator[None]:
+        """Drain, and refuse to take a step until the end of a block."""
+        self.drain()
+        outer, self.paused_by = self.paused_by, call
+        try:
+            yield
+        finally:
+            self.paused_by = outer
+
+    def restart(self) -> None:
+        """Drop what was received; exchange what parameters are now."""
+        self._mixer.discard()
+        self._guard.check_trained()
+        self._guard.renew()
+        if self.num_steps > 0:
+            self._order.resume(self.num_steps)
+
+    @contextlib.contextmanager
+    def joined(self) -> Generator[None]:
+        """After the block, go on with steps without updates until all ranks have left theirs."""
+        self.joining = True
+        try:
+            yield
+            self._meter.training = False
+            while self._meter.count_training():
+                self._order.before_update(self.num_steps)
+                self._finish()
+        finally:
+            self.joining, self._meter.training = False, True
+
+    def close(self) -> None:
+        """Remove every hook, wait for what is in flight, and let other gossips have parameters."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        try:
+            self._mixer.close()
+        finally:
+            self._guard.release()
+
+    def _check_unchanged(self) -> None:
+        if self._mixer.state is MixerState.IN_FLIGHT:
+            self._guard.check_unchanged()

@@ -1,0 +1,71 @@
+"""What a hook can learn about the call of ``optimizer.step()`` that it is part of."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Generator
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from gossamer.errors import UserError
+
+
+def evaluate_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Run ``optimizer.step(closure)``'s closure now, so that gradients are those of unmixed x."""
+    closure = closure_of(args, kwargs)
+    if closure is None:
+        return args, kwargs
+    with torch.enable_grad():
+        losses = [closure()]
+
+    def evaluated() -> Any:
+        if not losses:
+            raise UserError(
+                "an optimizer must evaluate its closure once per step, got a second call, which "
+                "would need gradients at points that other workers do not know; use SGD or Adam"
+            )
+        return losses.pop()
+
+    if len(args) > 1:
+        return (args[0], evaluated, *args[2:]), kwargs
+    return args, {**kwargs, "closure": evaluated}
+
+
+def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    """Return what ``optimizer.step`` was given to evaluate, if anything."""
+    return args[1] if len(args) > 1 else kwargs.get("closure")
+
+
+def refuse_other_scaler() -> None:
+    """Raise where torch's own GradScaler calls the step: ranks would skip steps each by itself."""
+    for frame in _callers(torch.amp.GradScaler.step.__code__):
+        scaler = frame.f_locals["self"]
+        if scaler.is_enabled() and not getattr(scaler, "skips_on_all_ranks", False):
+            raise UserError(
+                "a GradScaler must skip a step on all ranks or on none, got torch's, which looks "
+                "at this rank's gradients only; use gossamer.GradScaler(gossip)"
+            )
+
+
+_HOOKED_STEP = Optimizer.profile_hook_step(lambda self: None).__code__
+"""What torch wraps every optimizer's step in, and what calls our hooks."""
+
+
+def is_nested(optimizer: Optimizer) -> bool:
+    """Whether a hook comes from ``super().step()``: torch calls them for both classes' steps."""
+    calls = (frame.f_locals.get("self") for frame in _callers(_HOOKED_STEP))
+    return sum(caller is optimizer for caller in calls) > 1
+
+
+def _callers(code: CodeType) -> Generator[FrameType]:
+    """Yield the frames that run this code, the innermost first."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code is code:
+            yield frame
+        frame = frame.f_back

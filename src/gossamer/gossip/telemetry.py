@@ -1,0 +1,89 @@
+"""What a gossip has cost so far: counted where it happens, shown as ``Stats``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Protocol, final
+
+from gossamer.topology.cost import ring_bytes, ring_messages
+
+
+class ScalarWriter(Protocol):
+    """What takes scalars, such as ``torch.utils.tensorboard.SummaryWriter``."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        """Record one number."""
+        ...
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """Totals of one rank since ``decentralize``.
+
+    Times are the host's: on a device whose work is queued they do not say when it was done.
+    """
+
+    num_steps: int
+    bytes_sent: int
+    messages_sent: int
+    exposed_s: float
+    """Time that training stood still for an exchange."""
+
+    in_flight_s: float
+    """Time between the start of exchanges and the end of the wait for them."""
+
+    meeting_s: float
+    """Time that training stood still for collectives: GradScaler, join(), a control, averages."""
+
+    @property
+    def exposed_per_step_s(self) -> float:
+        """How long a step waits for its exchange, on average."""
+        return self.exposed_s / max(self.num_steps, 1)
+
+    @property
+    def overlap(self) -> float:
+        """1 − exposed/in flight: the share of the time in flight in which this rank computed."""
+        return 1 - self.exposed_s / self.in_flight_s if self.in_flight_s else 1.0
+
+    def write_to(self, writer: ScalarWriter) -> None:
+        """Give every number to a TensorBoard writer, under ``gossip/``."""
+        scalars = {
+            **asdict(self),
+            "exposed_per_step_s": self.exposed_per_step_s,
+            "overlap": self.overlap,
+        }
+        for name, value in scalars.items():
+            writer.add_scalar(f"gossip/{name}", value, self.num_steps)
+
+
+@final
+@dataclass(slots=True)
+class Telemetry:
+    """Counts what one rank sends and how long it waits."""
+
+    bytes_sent: int = 0
+    messages_sent: int = 0
+    exposed_s: float = 0.0
+    in_flight_s: float = 0.0
+    collective_s: float = 0.0
+
+    def count(self, messages: int, num_bytes: int) -> None:
+        """Count messages that were sent."""
+        self.messages_sent += messages
+        self.bytes_sent += num_bytes
+
+    def count_all_reduce(self, size: int, num_bytes: int) -> None:
+        """Count a ring all-reduce; numbers that ranks gather are not counted."""
+        self.count(ring_messages(size), ring_bytes(size, num_bytes))
+
+    def stats(self, num_steps: int) -> Stats:
+        """Return the totals after this many steps."""
+        return Stats(
+            num_steps=num_steps,
+            bytes_sent=self.bytes_sent,
+            messages_sent=self.messages_sent,
+            exposed_s=self.exposed_s,
+            in_flight_s=self.in_flight_s,
+            meeting_s=self.collective_s,
+        )

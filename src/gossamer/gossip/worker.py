@@ -1,0 +1,141 @@
+"""One rank's worker: what the user's handle, checkpoints and the scaler share."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Generator
+from typing import final
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from gossamer.errors import UserError
+from gossamer.gossip.failures import ExchangeError
+from gossamer.gossip.mixer import Mixer, MixerState
+from gossamer.gossip.network import Network
+from gossamer.gossip.replica import Replica
+from gossamer.gossip.step import Step
+
+_log = logging.getLogger(__name__)
+
+_EXIT_WAIT_S = 30.0
+"""How long a process that ends without close() stays for its peers."""
+
+_EXIT_WAIT_AFTER_ERROR_S = 3.0
+
+
+@final
+class Worker:
+    """Makes the calls that all ranks make, and comes to an end with them.
+
+    Args:
+        replica: its parameters.
+        step: what it does around optimizers' steps.
+        mixer: what may be in flight.
+        network: what connects it to the others.
+    """
+
+    def __init__(self, replica: Replica, step: Step, mixer: Mixer, network: Network) -> None:
+        self.replica = replica
+        self.step = step
+        self.mixer = mixer
+        self.network = network
+        self._pid = os.getpid()
+        # Also what keeps this object until close(): its tensors are on the wire.
+        atexit.register(self._leave)
+
+    # - What all ranks do together
+
+    def check_ready(self, call: str) -> None:
+        """Raise where a collective call cannot be made: gossip has ended, or ranks are apart."""
+        self.check_open()
+        if self.step.joining:
+            raise UserError(
+                f"inside join() ranks may be at different places, so they cannot meet in {call}; "
+                "call it after the loop"
+            )
+
+    def check_open(self) -> None:
+        """Raise where gossip has ended."""
+        if self.is_closed:
+            raise UserError("this gossip must be open, got one that was closed; decentralize again")
+
+    @contextlib.contextmanager
+    def collective(self, call: str) -> Generator[None]:
+        """Make a call that all ranks make, with nothing on the wire.
+
+        Args:
+            call: what ranks say of one that makes it alone.
+        """
+        self.check_ready(call)
+        self.step.drain()
+        calling = self.network.detector.calling(call)
+        with record_function(f"Gossip::{call}"), calling, torch.no_grad():
+            self.network.collectives.assemble(call)
+            yield
+
+    def gather(self, value: int) -> list[int]:
+        """Return every rank's number, in the order of ranks. A collective call."""
+        return self.begin_gather(value, "a number from every rank")()
+
+    def begin_gather(self, value: int, call: str) -> Callable[[], list[int]]:
+        """Begin what ``gather`` does; return the function that waits for it.
+
+        Args:
+            value: this rank's number.
+            call: what the numbers are for. Ranks that gather for something else are an error.
+        """
+        self.check_ready("gather()")
+        return self.network.collectives.begin_gather(value, call)
+
+    def averages(self) -> Generator[tuple[Tensor, Tensor]]:
+        """Yield each tensor that is averaged with its mean over all workers, in a collective."""
+        return self.replica.averages(self.network.collectives.average)
+
+    # - The end
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether gossip has ended."""
+        return self.replica.is_released
+
+    def close(self) -> None:
+        """Wait for what is in flight, remove every hook, free all memory."""
+        try:
+            self.step.close()
+            self.network.detector.leave(
+                "ended its gossip (where ranks have fewer batches than others, use join())"
+            )
+            if not self.network.detector.broken:
+                atexit.unregister(self._leave)
+                self.network.close()
+        finally:
+            self.replica.release()
+
+    def _leave(self) -> None:
+        """At the end of a process: give peers what they wait for, and say why there is no more."""
+        if os.getpid() != self._pid:  # a fork's end is not this rank's
+            return
+        raised = getattr(sys, "last_value", None)
+        self.network.detector.leave(
+            "ended without close()" if raised is None else f"raised {raised!r}"
+        )
+        if self.mixer.state is MixerState.IN_FLIGHT:
+            _log.warning("gossip was not closed; waiting for the exchange in flight")
+            waiter = threading.Thread(target=_drain_quietly, args=(self.mixer,), daemon=True)
+            waiter.start()
+            waiter.join(_EXIT_WAIT_S if raised is None else _EXIT_WAIT_AFTER_ERROR_S)
+        # Each rank after another time: while one ends, the others still wait for its end.
+        share = (1 + self.network.rank) / self.network.size
+        self.network.abandon(share * _EXIT_WAIT_AFTER_ERROR_S)
+
+
+def _drain_quietly(mixer: Mixer) -> None:
+    with contextlib.suppress(ExchangeError):
+        mixer.drain()

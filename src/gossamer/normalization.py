@@ -1,0 +1,47 @@
+"""Running statistics of normalization layers: which buffers they are, and what happens to them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase  # pyright: ignore[reportPrivateUsage]
+
+from gossamer.errors import UserError, nearest
+
+
+class StatisticsRule(NamedTuple):
+    """What happens to running statistics besides their use."""
+
+    averaged: bool
+    """In the average model."""
+
+    mixed: bool
+    """At every step, as parameters are."""
+
+
+RULES: dict[str, StatisticsRule] = {
+    "average": StatisticsRule(averaged=True, mixed=False),
+    "local": StatisticsRule(averaged=False, mixed=False),
+    "mix": StatisticsRule(averaged=True, mixed=True),
+}
+
+
+def rule_of(buffers: str) -> StatisticsRule:
+    """Return the rule of a name."""
+    if buffers not in RULES:
+        raise UserError(
+            f"buffers must be one of {', '.join(RULES)}, got {buffers!r}; {nearest(buffers, RULES)}"
+        )
+    return RULES[buffers]
+
+
+def running_statistics(model: nn.Module) -> dict[str, Tensor]:
+    """Return the running statistics of normalization layers by name, without counters."""
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, _NormBase)}
+    return {
+        f"{layer}.{name}".lstrip("."): buffer
+        for layer, module in layers.items()
+        for name, buffer in module.named_buffers(recurse=False)
+        if buffer.is_floating_point()
+    }

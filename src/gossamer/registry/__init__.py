@@ -1,0 +1,16 @@
+"""Names: the one place where a string becomes an object, each module on top of those before it.
+
+calls         reads ``name(argument=value, ...)``
+plugins       loads ``package.module:name``, ``path/file.py:name`` and entry points
+conversion    arguments as annotations say
+arguments     which argument is whose
+part          what a string stands for, bound to its arguments
+registry      the table of one kind of part, and its errors
+"""
+
+from gossamer.registry import calls
+from gossamer.registry.part import Part
+from gossamer.registry.plugins import PlugInError, absolute, is_plugin, shorten
+from gossamer.registry.registry import Registry
+
+__all__ = ["Part", "PlugInError", "Registry", "absolute", "calls", "is_plugin", "shorten"]

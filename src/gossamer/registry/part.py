@@ -1,0 +1,137 @@
+"""What a string stands for, and what makes it one of its kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, final
+
+from gossamer.errors import UserError
+from gossamer.registry.arguments import Bound, Parameters, promise_of
+from gossamer.registry.calls import Call
+from gossamer.registry.plugins import PlugIn, PlugInError, described
+
+T = TypeVar("T")
+
+
+@final
+@dataclass(frozen=True)
+class Kind:
+    """What all parts of one registry are."""
+
+    noun: str
+    types: tuple[Any, ...]
+    """One of which a part must have; anything where there are none."""
+
+    given: int
+    """How many arguments its function takes first that no string has."""
+
+    remedy: str
+    """What the author of a plug-in can do that is not of this kind."""
+
+    def check(self, made: Any, label: str) -> Any:
+        """Return what was made, after a check that it is of this kind."""
+        if self.types and not isinstance(made, self.types):
+            raise self._refusal(f"{a(type(made).__name__)} from {label}")
+        return made
+
+    def check_plugin(self, plugin: PlugIn) -> None:
+        """Refuse what cannot make such a part, before it is called in vain."""
+        if not callable(plugin.part):
+            raise self.unusable(plugin.label, plugin.part)
+        promised = promise_of(plugin.part)
+        if promised is not None and self.types and not is_subclass(promised, self.types):
+            raise self._refusal(f"{plugin.label}, which makes {a(promised.__name__)}")
+
+    def unusable(self, label: str, part: Any) -> PlugInError:
+        """Return what to raise where something cannot be called with arguments."""
+        return PlugInError(
+            f"{a(self.noun)} must be a function or a class, got {label}, which is "
+            f"{a(type(part).__name__)}; name one"
+        )
+
+    def _refusal(self, got: str) -> PlugInError:
+        wanted = " or ".join(a(each.__name__) for each in self.types)
+        return PlugInError(f"{a(self.noun)} must be {wanted}, got {got}; {self.remedy}")
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Part(Generic[T]):
+    """What a string stands for, bound to its arguments and not made yet."""
+
+    kind: Kind
+    call: Call
+    """As it was written, but for arguments that have a name: they are given by it."""
+
+    plugins: Mapping[str, PlugIn]
+    """Those that it and its arguments come from, by the names that they have in the string."""
+
+    _parameters: Parameters
+    _bound: Bound
+
+    @property
+    def name(self) -> str:
+        """The canonical string; of files of plug-ins without the folders above them."""
+        return str(self.call.renamed(self._label))
+
+    @property
+    def identity(self) -> str:
+        """The canonical string, with the sources of plug-ins in the place of where they lie."""
+        return str(self.call.renamed(self._source))
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Those of the string, by name, as the part takes them."""
+        return self._bound.by_name
+
+    @property
+    def description(self) -> str:
+        """The first line of its docstring."""
+        return self._parameters.doc.partition("\n")[0]
+
+    @property
+    def value(self) -> Any:
+        """What it is in the place of an argument: the part, or what makes it of what is given."""
+        return self.make if self.kind.given else self.make()
+
+    def make(self, *given: Any, **others: Any) -> T:
+        """Return the part.
+
+        Args:
+            given: the first arguments of its function.
+            others: arguments by name that the string does not have.
+        """
+        own = self.plugins.get(self.call.name)
+        try:
+            made = self._parameters.call(given, self._bound, others)
+        except UserError:
+            raise
+        except Exception as error:
+            if own is None:
+                raise
+            raise PlugInError(
+                f"{own.label} must make {a(self.kind.noun)}, got {described(error)}; correct it"
+            ) from error
+        return self.kind.check(made, own.label if own else self.call.name)
+
+    def _label(self, name: str) -> str:
+        return self.plugins[name].label if name in self.plugins else name
+
+    def _source(self, name: str) -> str:
+        if name not in self.plugins:
+            return name
+        return f"{name.rpartition(':')[2]}@{self.plugins[name].digest}"
+
+
+def is_subclass(promised: type, types: tuple[Any, ...]) -> bool:
+    """Return whether a class is one of these types, as far as one can tell."""
+    try:
+        return issubclass(promised, types)
+    except TypeError:  # of a protocol that has more than methods: what is made will tell
+        return True
+
+
+def a(noun: str) -> str:
+    """Return a noun with its article."""
+    return f"{'an' if noun[0] in 'aeiouAEIOU' else 'a'} {noun}"

@@ -1,0 +1,171 @@
+"""Rounds of any weights, held as one frozen sparse matrix."""
+
+# n: workers, N: numbers per worker
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import cast, final
+
+import numpy as np
+from scipy.sparse import csr_array
+
+from gossamer.errors import UserError
+from gossamer.topology.arrays import (
+    TOLERANCE,
+    Edges,
+    FloatArray,
+    IntArray,
+    Neighbours,
+    Shifts,
+    Sparse,
+    freeze,
+)
+
+
+@final
+class MixingMatrix:
+    """Weights that are stochastic by rows; see ``Round`` for what its answers mean.
+
+    Args:
+        weights: W, which is copied.
+        doubly_stochastic: whether columns must sum to one as well.
+    """
+
+    def __init__(self, weights: Sparse, *, doubly_stochastic: bool) -> None:
+        self.weights = _canonical(weights)
+        _check_stochastic(self.weights, doubly_stochastic)
+        for array in (self.weights.data, self.weights.indices, self.weights.indptr):
+            freeze(array)
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers take part."""
+        return self.weights.shape[0]
+
+    @property
+    def in_degrees(self) -> IntArray:
+        """How many others each worker receives from."""
+        return _others_per_row(self.weights)
+
+    @property
+    def out_degrees(self) -> IntArray:
+        """How many others each worker sends to."""
+        return _others_per_row(self._transpose)
+
+    @property
+    def self_weights(self) -> FloatArray:
+        """The weight each worker keeps on its own parameters."""
+        return self.weights.diagonal()
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether W equals its transpose."""
+        w, t = self.weights, self._transpose
+        same_support = np.array_equal(w.indptr, t.indptr) and np.array_equal(w.indices, t.indices)
+        return same_support and np.allclose(w.data, t.data, rtol=0, atol=TOLERANCE)
+
+    @property
+    def conserves_mean(self) -> bool:
+        """Whether W is doubly stochastic."""
+        return np.allclose(self.weights.sum(axis=0), 1.0, rtol=0, atol=TOLERANCE)
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether what one worker knows can reach every other."""
+        return is_connected(self.weights)
+
+    @property
+    def shifts(self) -> Shifts | None:
+        """How far away the workers are that each one mixes with; None where rows of W differ."""
+        w, n = self.weights, self.num_workers
+        degree, rest = divmod(w.nnz, n)
+        if rest or np.any(np.diff(w.indptr) != degree):
+            return None
+        distances = (w.indices.reshape(n, degree) - np.arange(n)[:, None]) % n
+        order = np.argsort(distances, axis=1)
+        distances = np.take_along_axis(distances, order, axis=1)
+        weights = np.take_along_axis(w.data.reshape(n, degree), order, axis=1)
+        if np.any(distances != distances[0]) or np.any(weights != weights[0]):
+            return None
+        # Copies: one row must not keep the arrays of all.
+        return Shifts(freeze(distances[0].copy()), freeze(weights[0].copy()))
+
+    def neighbours(self, worker: int) -> Neighbours:
+        """Return what one worker receives and sends."""
+        self_weight, receives = _split_row(self.weights, worker)
+        _, sends = _split_row(self._transpose, worker)
+        return Neighbours(self_weight, receives, sends)
+
+    def mixed(self, x_nN: FloatArray) -> FloatArray:
+        """Return W x."""
+        return cast(FloatArray, self.weights @ x_nN)
+
+    def matrix(self) -> Sparse:
+        """Return W, in an object of its own: one that is changed does not change this."""
+        w = self.weights
+        return cast("Sparse", csr_array((w.data, w.indices, w.indptr), shape=w.shape))
+
+    @cached_property
+    def _transpose(self) -> Sparse:
+        return self.weights.T.tocsr()
+
+
+def is_connected(weights: Sparse) -> bool:
+    """Whether what one worker knows can reach every other."""
+    from scipy.sparse.csgraph import connected_components  # slow to import; many rounds need none
+
+    # Strong components; on an undirected graph they are the components. A copy, because the
+    # search does not take the read-only arrays of a round.
+    num_components, _ = connected_components(weights.copy(), directed=True, connection="strong")
+    return num_components == 1
+
+
+def _canonical(matrix: Sparse) -> Sparse:
+    """Return a float64 copy with sorted indices and without stored zeros."""
+    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or matrix.shape[0] == 0:
+        raise UserError(
+            f"a mixing matrix must be square with at least one worker, got shape {matrix.shape}; "
+            "give one row and one column per worker"
+        )
+    weights = csr_array(matrix).astype(np.float64)
+    weights.sum_duplicates()
+    weights.eliminate_zeros()
+    return weights
+
+
+def _check_stochastic(weights: Sparse, doubly: bool) -> None:
+    if not np.all(weights.data >= 0):  # also false for NaN
+        raise UserError(
+            f"mixing weights must be non-negative numbers, got {weights.data.min()}; "
+            "build the round with topology.weights.uniform or metropolis"
+        )
+    _check_sums(weights.sum(axis=1), "row", "divide each row by its sum")
+    if doubly:
+        remedy = (
+            "use topology.weights.metropolis, which conserves the mean, or pass "
+            "doubly_stochastic=False to declare a round that does not"
+        )
+        _check_sums(weights.sum(axis=0), "column", remedy)
+
+
+def _check_sums(sums: FloatArray, what: str, remedy: str) -> None:
+    worst = int(np.argmax(np.abs(sums - 1.0)))
+    if not abs(sums[worst] - 1.0) <= TOLERANCE:
+        raise UserError(
+            f"every {what} of a mixing matrix must sum to 1, got {sums[worst]:.9g} "
+            f"in {what} {worst}; {remedy}"
+        )
+
+
+def _others_per_row(matrix: Sparse) -> IntArray:
+    return np.diff(matrix.indptr) - (matrix.diagonal() != 0)
+
+
+def _split_row(matrix: Sparse, row: int) -> tuple[float, Edges]:
+    """Return the diagonal entry of a row and its other entries."""
+    entries = slice(matrix.indptr[row], matrix.indptr[row + 1])
+    workers = matrix.indices[entries].astype(np.int64)
+    weights = matrix.data[entries]
+    other = workers != row
+    return float(weights[~other].sum()), Edges(workers[other], weights[other])
