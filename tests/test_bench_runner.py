@@ -184,7 +184,8 @@ def test_processes_end_with_the_runner(tmp_path: Path) -> None:
     """After kill -9 of the runner nothing of a distributed run is left: no torchrun, no rank."""
     file = tmp_path / "long.toml"
     text = SHORT.replace("workers = 4", 'workers = 2\nengine = "distributed"')
-    mark = f"0.0{os.getpid()}"  # in the specification that they are started with
+    # In the specification that they are started with; a number may not end in a zero there.
+    mark = f"0.0{os.getpid()}1"
     file.write_text(text.replace("epochs = 1", f"lr = {mark}, epochs = 100000"))
     command = [sys.executable, "-m", "gossamer", "bench", "run", str(file)]
     runner = subprocess.Popen([*command, "--out", str(tmp_path)], stderr=subprocess.DEVNULL)
