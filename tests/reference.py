@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer, RMSprop
 
-from gossamer.optim import AccumAdamW
+from gossamer.optim import AccumAdamW, tell_num_workers
 from gossamer.topology import Schedule
 
 MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -20,7 +20,7 @@ MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], Optimizer]
 ALL_OPTIMIZERS: dict[str, MakeOptimizer] = {
     "sgd_nesterov": lambda p: SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3),
     "adamw": lambda p: AdamW(p, lr=0.01, weight_decay=0.1),
-    "accum_adamw": lambda p: AccumAdamW(p, lr=0.01, weight_decay=0.1, window=3),
+    "accum_adamw": lambda p: AccumAdamW(p, lr=0.01, weight_decay=0.1),
     "rmsprop": lambda p: RMSprop(p, lr=0.005),
 }
 ORDERS = ("awc", "atc")
@@ -85,6 +85,8 @@ def train_models(
     """
     models = [make() for _ in range(schedule.num_workers)]
     optimizers = [make_optimizer(model.parameters()) for model in models]
+    for optimizer in optimizers:
+        tell_num_workers(optimizer, schedule.num_workers)
     for step in range(num_steps):
         weights = torch.from_numpy(schedule.round(step).matrix().toarray())
         for worker, model in enumerate(models):

@@ -531,6 +531,19 @@ def test_another_number_of_workers_continues_from_the_average(
     assert caplog.messages.count(words) == resumed
 
 
+def test_a_window_stays_with_another_number_of_workers(tmp_path: Path) -> None:
+    """AccumAdam's was settled by the workers that the run began with, and its moments know it."""
+
+    def window_after(group: ProcessGroup, num_steps: int) -> int:
+        run = Run(group, tmp_path, optimizer="accum_adamw")
+        run.checkpoints.restore()
+        run.train_to(num_steps, save_at=(num_steps,)).end()
+        return run.optimizer.param_groups[0]["window"]
+
+    assert run_ranks(4, lambda group: window_after(group, 3)) == [2] * 4
+    assert run_ranks(2, lambda group: window_after(group, 6)) == [2] * 2
+
+
 # - Stopping
 
 

@@ -36,6 +36,8 @@ def on_ranks(text: str) -> list[str]:
         {"topology": "local_sgd(every=3)", "order": "atc", "outer_lr": 0.7},
         {"topology": "ada(k0=4, gamma=2)", "lr_scaling": "linear", "lr_follows_graph": True},
         {"topology": "ring", "max_steps": 8},
+        {"topology": "ring", "optimizer": "accum_adamw", "lr": 0.01},
+        {"topology": "centralized", "optimizer": "accum_adamw", "lr": 0.01},
     ],
 )
 def test_both_engines_yield_the_same_records(options: dict[str, str], pool: ProcessPool) -> None:
@@ -150,6 +152,12 @@ def test_a_specification_takes_its_recipe_and_has_an_id() -> None:
     }
     assert len(ids) == 5
     assert RunSpec(workload="digits-mlp", workers=4, optimizer="adamw").optimizer_options == {}
+    windowed = [spec(optimizer=f"accum_adamw(window={window})") for window in ("4", "auto", "2")]
+    assert [each.optimizer_options["window"] for each in windowed] == [4, "auto", 2]
+    assert type(windowed[0].optimizer_options["window"]) is int
+    assert len({each.id for each in windowed}) == 3
+    whole, real = (spec(optimizer_options={"momentum": number}) for number in (0, 0.0))
+    assert whole.id == real.id
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ EDGES: dict[str, str] = {
     "extras": "errors",
     "files": "errors",
     "fork_server": "lifeline",
-    "gossip": "consensus errors files normalization topology",
+    "gossip": "consensus errors files normalization optim topology",
     "lab": "errors",
     "lifeline": "",
     "memory": "",
@@ -38,7 +38,7 @@ EDGES: dict[str, str] = {
     "registry": "errors",
     "runtime_model": "engine errors files gossip picture topology",
     "seeds": "",
-    "simulate": "consensus errors memory normalization seeds topology",
+    "simulate": "consensus errors memory normalization optim seeds topology",
     "topology": "errors registry",
     "workloads": "errors extras files registry",
 }

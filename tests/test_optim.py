@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.errors import UserError
-from gossamer.optim import AccumAdam, AccumAdamW, DiLoCo
+from gossamer.optim import AccumAdam, AccumAdamW, DiLoCo, tell_num_workers
+from gossamer.optim.accum_adam import auto_window
 
 
 def parameters(num: int = 3) -> list[nn.Parameter]:
@@ -41,7 +43,7 @@ def test_a_window_of_one_is_adam(ours: Any, theirs: Any, weight_decay: float) ->
     """A window of 1 equals torch's Adam and AdamW to rounding error over fifty steps."""
     settings = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": weight_decay}
     mine, reference = parameters(), parameters()
-    run(ours(mine, **settings), mine, range(50))
+    run(ours(mine, window=1, **settings), mine, range(50))
     run(theirs(reference, **settings), reference, range(50))
     for a, b in zip(mine, reference, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
@@ -57,14 +59,18 @@ def test_defaults_are_those_of_torch() -> None:
 
 @pytest.mark.parametrize("decoupled", [False, True])
 @pytest.mark.parametrize("window", [2, 4, 7])
-def test_the_update_is_the_papers(window: int, decoupled: bool) -> None:
-    """The published recursion, written out for one vector, step by step."""
+@pytest.mark.parametrize("betas_per", ["step", "window"])
+def test_the_update_is_the_papers(window: int, decoupled: bool, betas_per: Any) -> None:
+    """The published recursion for one vector; betas per step are powers of s in it."""
     lr, beta1, beta2, eps, decay = 0.02, 0.9, 0.99, 1e-8, 0.05
     (param,) = parameters(1)
     x = param.detach().clone()
     m = v = b = torch.zeros_like(x)
     kind = AccumAdamW if decoupled else AccumAdam
-    optimizer = kind([param], lr, (beta1, beta2), eps, decay, window=window)
+    settings: dict[str, Any] = {"window": window, "betas_per": betas_per}
+    optimizer = kind([param], lr, (beta1, beta2), eps, decay, **settings)
+    if betas_per == "step":
+        beta1, beta2 = beta1**window, beta2**window
     for t in range(1, 31):
         g = gradient(x, t)
         param.grad = gradient(param, t)
@@ -151,7 +157,9 @@ def test_stacked_workers_are_updated_as_single_ones() -> None:
         ({"betas": (0.9, 1.0)}, r"betas must be two numbers in \[0, 1\), .* got \(0.9, 1.0\)"),
         ({"eps": -1e-8}, "eps must be"),
         ({"weight_decay": -0.1}, "weight_decay must be"),
-        ({"window": 0}, "window must be a whole number of steps >= 1; 1 is Adam, got 0"),
+        ({"window": 0}, 'window must be a whole number of steps >= 1, or "auto", got 0'),
+        ({"window": "half"}, "window must be a whole number .* got half"),
+        ({"betas_per": "epoch"}, 'betas_per must be "step" or "window", got epoch'),
         ({"window": 2.5}, "window must be a whole number .* got 2.5"),
         ({"betas": (0.9, 0.9, 0.9)}, "betas must be two numbers"),
     ],
@@ -162,25 +170,176 @@ def test_bad_settings_are_refused(settings: dict[str, Any], words: str) -> None:
         AccumAdam(parameters(), **settings)
 
 
-def test_a_run_of_adamw_can_be_continued() -> None:
-    """Adam's state has no window: it loads, and goes on as Adam, or with a window from here on."""
+def twins(params: list[nn.Parameter]) -> list[nn.Parameter]:
+    return [nn.Parameter(p.detach().clone()) for p in params]
+
+
+@pytest.mark.parametrize("num_steps", [5, 8])
+def test_a_run_of_adamw_can_be_continued(num_steps: int) -> None:
+    """Adam's state loads; it goes on as Adam, or with the window that the optimizer was given.
+
+    Betas per step make them one clock: a window opens at the next step, however many went before,
+    and its bias correction is Adam's at the end of a window.
+    """
     params = parameters()
     adamw = torch.optim.AdamW(params, lr=0.01)
-    run(adamw, params, range(5))
-    ours_params = [nn.Parameter(p.detach().clone()) for p in params]
-    ours = AccumAdamW(ours_params, window=4)
-    ours.load_state_dict(copy.deepcopy(adamw.state_dict()))
-    run(adamw, params, range(5, 9))
-    run(ours, ours_params, range(5, 9))
-    for a, b in zip(params, ours_params, strict=True):
+    run(adamw, params, range(num_steps))
+    for window in (1, 4):
+        mine, reference = twins(params), twins(params)
+        ours = AccumAdamW(mine, window=window)
+        ours.load_state_dict(copy.deepcopy(adamw.state_dict()))
+        theirs = torch.optim.AdamW(reference)
+        theirs.load_state_dict(copy.deepcopy(adamw.state_dict()))
+        for step in range(num_steps, num_steps + 4):
+            run(ours, mine, range(step, step + 1))
+            run(theirs, reference, range(step, step + 1))
+        equal = all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(mine, reference, strict=True))
+        assert equal == (window == 1)
+        assert all(p.allclose(q, rtol=0.1) for p, q in zip(mine, reference, strict=True))
+        expected = num_steps + 4 if window == 1 else math.ceil(num_steps / 4) * 4 + 4
+        assert all(ours.state[p]["step"] == expected for p in mine)
+        if window == 4:  # the window has been committed
+            assert all(not ours.state[p]["window_mean"].any() for p in mine)
+
+
+def test_states_of_before_have_betas_per_window() -> None:
+    """A state that does not say how its betas are meant goes on as it was: per window."""
+    whole = parameters()
+    run(AccumAdamW(whole, window=4, betas_per="window"), whole, range(12))
+
+    params = parameters()
+    optimizer = AccumAdamW(params, window=4, betas_per="window")
+    run(optimizer, params, range(6))
+    saved = copy.deepcopy(optimizer.state_dict())
+    for group in saved["param_groups"]:
+        del group["betas_per"]
+    resumed_params = twins(params)
+    resumed = AccumAdamW(resumed_params, window=4)
+    resumed.load_state_dict(saved)
+    run(resumed, resumed_params, range(6, 12))
+    assert all(torch.equal(a, b) for a, b in zip(whole, resumed_params, strict=True))
+
+
+# - The window that follows the number of workers
+
+
+def test_auto_is_half_the_workers_and_bounded() -> None:
+    """From plain Adam, for one worker, to the paper's longest."""
+    assert [auto_window(n) for n in (1, 2, 3, 4, 8, 9, 16, 32, 1008)] == [1, 1, 1, 2, 4, 4, 8, 8, 8]
+
+
+def test_auto_must_be_settled_before_a_step() -> None:
+    """Without an engine the first step is refused, and says what to call."""
+    (param,) = parameters(1)
+    param.grad = gradient(param, 0)
+    before = param.detach().clone()
+    with pytest.raises(UserError, match=r"settled before .* got no number .*decentralize\(\)"):
+        AccumAdamW([param]).step()
+    assert torch.equal(param, before)
+
+
+def test_a_settled_window_stays() -> None:
+    """It is in the groups and in the state, and is kept by another number of workers."""
+    params = parameters()
+    groups = [{"params": params[:1]}, {"params": params[1:], "window": 3}]
+    optimizer = AccumAdamW(groups)
+    unsettled = optimizer.state_dict()
+    tell_num_workers(optimizer, 8)
+    assert [group["window"] for group in optimizer.param_groups] == [4, 3]
+    tell_num_workers(optimizer, 16)
+    assert [group["window"] for group in optimizer.param_groups] == [4, 3]
+
+    later = AccumAdamW([{"params": params[:1]}, {"params": params[1:]}])
+    tell_num_workers(later, 6)
+    later.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert [group["window"] for group in later.param_groups] == [4, 3]
+    later.load_state_dict(unsettled)  # of before anyone knew
+    assert [group["window"] for group in later.param_groups] == [4, 3]
+
+
+def test_a_group_that_comes_later_is_settled_too() -> None:
+    """Workers are known by then."""
+    params = parameters()
+    optimizer = AccumAdam(params[:1])
+    tell_num_workers(optimizer, 8)
+    optimizer.add_param_group({"params": params[1:]})
+    assert [group["window"] for group in optimizer.param_groups] == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("beta2", "window", "betas_per", "warns"),
+    [
+        (0.99, 8, "step", False),
+        (0.95, 4, "step", True),
+        (0.95, 4, "window", False),
+        (0.89, 4, "window", True),
+        (0.5, 1, "step", False),
+        (0.95, "auto", "step", True),
+    ],
+)
+def test_a_second_moment_of_few_windows_is_warned_of(
+    beta2: float, window: Any, betas_per: Any, warns: bool
+) -> None:
+    """As soon as the window is known; what the warning proposes is enough."""
+    settings: dict[str, Any] = {"window": window, "betas_per": betas_per}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tell_num_workers(AccumAdamW(parameters(), betas=(0.9, beta2), **settings), 8)
+    assert len(caught) == warns
+    if warns:
+        proposed = float(str(caught[0].message).split(">= ")[1])
+        tell_num_workers(AccumAdamW(parameters(), betas=(0.9, proposed), **settings), 8)
+
+
+# - In place of torch's
+
+
+def adamw_of_two_groups(params: list[nn.Parameter], **settings: Any) -> torch.optim.AdamW:
+    first = {"params": params[:1], "weight_decay": 0.2, "betas": (0.8, 0.98), "name": "first"}
+    return torch.optim.AdamW([first, {"params": params[1:], "lr": 0.02}], lr=0.01, **settings)
+
+
+@pytest.mark.parametrize("num_steps", [0, 4])
+def test_like_takes_over_groups_and_state(num_steps: int) -> None:
+    """With a window of 1 it goes on as the AdamW that it was made of, group by group."""
+    params, reference = parameters(), parameters()
+    adamw, theirs = adamw_of_two_groups(params), adamw_of_two_groups(reference)
+    run(adamw, params, range(num_steps))
+    ours = AccumAdamW.like(adamw, window=1)
+    run(ours, params, range(num_steps, 9))
+    run(theirs, reference, range(9))
+    for a, b in zip(params, reference, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
-    ours.param_groups[0]["window"] = 4
-    run(ours, ours_params, range(9, 14))
-    run(adamw, params, range(9, 14))
-    for a, b in zip(params, ours_params, strict=True):
-        assert ours.state[b]["step"] == 14
-        assert "window_mean" in ours.state[b]
-        assert not torch.allclose(a, b)
+    first, second = ours.param_groups
+    assert (first["name"], first["betas"], first["weight_decay"]) == ("first", (0.8, 0.98), 0.2)
+    assert (second["lr"], second["betas"], second["betas_per"]) == (0.02, (0.9, 0.999), "step")
+
+
+def test_groups_of_adamw_mean_the_same() -> None:
+    """Betas per step are AdamW's, so its groups can be given as they are; they are copied."""
+    params, reference = parameters(), parameters()
+    adamw = adamw_of_two_groups(params, fused=False)
+    ours = AccumAdamW(adamw.param_groups, window=4)
+    expected = AccumAdamW.like(adamw_of_two_groups(reference), window=4)
+    run(ours, params, range(9))
+    run(expected, reference, range(9))
+    assert all(torch.equal(a, b) for a, b in zip(params, reference, strict=True))
+    assert "window" not in adamw.param_groups[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), "takes torch's Adam or AdamW, got SGD; give"),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), "amsgrad must be left out, .* got True"),
+        (lambda p: torch.optim.AdamW(p, maximize=True), "maximize must be left out"),
+        (lambda p: torch.optim.Adam(p, weight_decay=0.1), "is decoupled, got .* use AccumAdam$"),
+    ],
+)
+def test_what_cannot_be_converted_is_refused(make: Any, words: str) -> None:
+    """By the name of what differs, and nothing is left half converted."""
+    with pytest.raises(UserError, match=words):
+        AccumAdamW.like(make(parameters()))
 
 
 def test_memory_is_adams_for_a_window_of_one() -> None:
@@ -199,7 +358,7 @@ def test_gradients_that_it_cannot_take_are_refused(kind: str) -> None:
     gradient = torch.ones(3, dtype=dtype)
     parameter.grad = gradient.to_sparse() if kind == "sparse" else gradient
     with pytest.raises(UserError, match=f"dense real gradients, got a {kind} one"):
-        AccumAdam([parameter]).step()
+        AccumAdam([parameter], window=1).step()
 
 
 @torch.no_grad()

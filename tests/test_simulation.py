@@ -20,6 +20,7 @@ from torch.optim import SGD, Adafactor, AdamW
 from gossamer import Simulation, decentralize
 from gossamer.errors import UserError
 from gossamer.memory import free_bytes, group_bytes
+from gossamer.optim import AccumAdamW
 from gossamer.simulate import Centralized, mix_, worker_seed
 from gossamer.simulate.budget import memory_budget, saved_bytes
 from gossamer.simulate.mixing import _kernel_of, _nothing
@@ -536,6 +537,7 @@ class Clipped(SGD):
         (lambda p: SGD(p, lr=0.1, momentum=0.9, weight_decay=1e-2, fused=True), False),
         (lambda p: torch.optim.RMSprop(p, lr=0.01), False),
         (lambda p: Adafactor(p, lr=0.05), True),
+        (lambda p: AccumAdamW(p, lr=0.05), False),
         (by_shape, True),
         (lambda p: AdamW([{"params": p[:2], "lr": 0.1}, {"params": p[2:]}], lr=0.01), False),
     ],

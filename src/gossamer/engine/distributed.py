@@ -36,6 +36,7 @@ from gossamer.engine.spec import CENTRALIZED, DTYPES, RunSpec, set_lr, trained_n
 from gossamer.errors import UserError
 from gossamer.gossip import Gossip, decentralize
 from gossamer.lifeline import end_with_parent
+from gossamer.optim import tell_num_workers
 from gossamer.records import Ended, Record, from_line, to_line
 from gossamer.seeds import worker_seed
 from gossamer.topology.arrays import FloatArray
@@ -161,7 +162,8 @@ class _Synchronization(Protocol):
 class _AllReduce:
     """DDP: gradients are averaged, and all ranks hold one model."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        tell_num_workers(optimizer, 1)  # all ranks hold the same moments
         self.module: nn.Module = DistributedDataParallel(model)
         self.mixing = None
         self._buffers = list(model.buffers())
@@ -245,7 +247,7 @@ class _Rank:
         self.tensor_names = trained_names(self._model)
         self._optimizer = spec.make_optimizer(self._model.parameters())
         self._synchronization: _Synchronization = (
-            _AllReduce(self._model)
+            _AllReduce(self._model, self._optimizer)
             if spec.topology == CENTRALIZED
             else _Gossiping(spec, self._model, self._optimizer)
         )

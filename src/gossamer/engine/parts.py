@@ -25,6 +25,10 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "accum_adamw": AccumAdamW,
 }
 
+OPTIMIZER_VERSIONS = {"accum_adam": 2, "accum_adamw": 2}
+"""Of those whose updates have changed; part of a run's id, so that old records are not taken for
+new ones."""
+
 LR_SCHEDULES: dict[str, Callable[[float, float], float]] = {
     "constant": lambda done, warmups: 1.0,
     "cosine": lambda done, warmups: (1 + math.cos(math.pi * done)) / 2,

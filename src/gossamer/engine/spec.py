@@ -32,6 +32,7 @@ from gossamer.engine.parts import (
     LR_SCALING_REGISTRY,
     LR_SCHEDULE_REGISTRY,
     OPTIMIZER_REGISTRY,
+    OPTIMIZER_VERSIONS,
     REGISTRIES,
     split_optimizer,
     with_absolute_paths,
@@ -77,7 +78,7 @@ class RunSpec(BaseModel):
     optimizer: str = _FROM_RECIPE
     """A name in ``OPTIMIZERS``; arguments of ``"sgd(momentum=0.9)"`` become optimizer_options."""
 
-    optimizer_options: dict[str, float | bool | str | tuple[float, ...]] = _FROM_RECIPE
+    optimizer_options: dict[str, int | float | bool | str | tuple[float, ...]] = _FROM_RECIPE
     """As the optimizer's class takes them."""
 
     outer_lr: PositiveFloat | None = None
@@ -194,6 +195,12 @@ class RunSpec(BaseModel):
         fields = self.model_dump(exclude={"method"})
         if self.evaluate_samples == self.make_workload().recipe.evaluate_samples:
             del fields["evaluate_samples"]  # runs of before it was a field keep their ids
+        if self.optimizer in OPTIMIZER_VERSIONS:
+            fields["optimizer_version"] = OPTIMIZER_VERSIONS[self.optimizer]
+        fields["optimizer_options"] = {  # 1 and 1.0 are one setting
+            name: float(value) if type(value) is int else value
+            for name, value in self.optimizer_options.items()
+        }
         for name, part in self.parts.items():
             if part.plugins:  # wherever they lie
                 fields[name] = part.identity

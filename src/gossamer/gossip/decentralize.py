@@ -33,6 +33,7 @@ from gossamer.gossip.replica import Replica
 from gossamer.gossip.step import Step
 from gossamer.gossip.worker import Worker
 from gossamer.normalization import rule_of
+from gossamer.optim import tell_num_workers
 from gossamer.topology import Round, Schedule, as_schedule
 
 
@@ -121,6 +122,8 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
         replica = Replica(model, trained, rule, bucket_mb)
         # - Put the step together, and hook it up
         mixer = Mixer(replica.buckets, network, replica.changing, compares_rounds=compares_rounds)
+        for each in optimizers:
+            tell_num_workers(each, group.size())
         meter = RankMeter(trained, optimizers, network.collectives)
         source = make_source(meter)
         guard = Guard(model, optimizers, trained)

@@ -2,5 +2,6 @@
 
 from gossamer.optim.accum_adam import AccumAdam, AccumAdamW
 from gossamer.optim.diloco import DiLoCo
+from gossamer.optim.workers import tell_num_workers, with_num_workers
 
-__all__ = ["AccumAdam", "AccumAdamW", "DiLoCo"]
+__all__ = ["AccumAdam", "AccumAdamW", "DiLoCo", "tell_num_workers", "with_num_workers"]

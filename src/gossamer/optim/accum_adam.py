@@ -1,16 +1,21 @@
 """Adam for small local batches: moments that are committed once per window of steps.
 
-With a small batch per worker the second moment is noisy. AccumAdam moves parameters at every step,
-but its persistent moments see only the mean gradient of each window of s steps:
+Each worker's gradient is that of a small batch. Its noise makes the second moment too large, and a
+mean of normalised updates is not the normalised mean: at equal steps Adam on gossip learns less
+than on averaged gradients. AccumAdam moves parameters at every step, but its persistent moments see
+only the mean gradient of each window of s steps:
 
-    k = ceil(t/s)
-    m~ = β1·m + (1 − β1)·g            v~ = β2·v + (1 − β2)·g²          (this step only)
-    x ← x − lr/(1 − β1^k) · m~ / (sqrt(v~)/sqrt(1 − β2^k) + ε)
-    b ← b + g/s
-    if t % s == 0:   m ← β1·m + (1 − β1)·b;   v ← β2·v + (1 − β2)·b²;   b ← 0
+    k = ceil(t/s);   b1 = β1^s;   b2 = β2^s
+    m~ = b1·m + (1 − b1)·g            v~ = b2·v + (1 − b2)·g²          (this step only)
+    x ← x − lr/(1 − b1^k) · m~ / (sqrt(v~)/sqrt(1 − b2^k) + ε)
+    c ← c + g/s
+    if t % s == 0:   m ← b1·m + (1 − b1)·c;   v ← b2·v + (1 − b2)·c²;   c ← 0
 
-s = 1 is Adam. Everything is elementwise, so the same code serves one worker's tensors and stacked
-ones. Reference: Wang et al., From promise to practice (https://arxiv.org/abs/2410.11998).
+Betas are per step, as Adam's: moments that are committed once in s steps forget s times more
+slowly, hence the powers. The paper gives them per window, b1 = β1 and b2 = β2; so does
+``betas_per="window"``. s = 1 is Adam either way. Everything is elementwise, so the same code serves
+one worker's tensors and stacked ones. Reference: Wang et al., From promise to practice
+(https://arxiv.org/abs/2410.11998).
 """
 
 # torch's multi-tensor kernels have no public names; its own optimizers call them by these.
@@ -19,50 +24,129 @@ ones. Reference: Wang et al., From promise to practice (https://arxiv.org/abs/24
 from __future__ import annotations
 
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any, final
+from typing import Any, Literal, Self, TypeAlias, final
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Adam, Optimizer
 from torch.optim.optimizer import ParamsT
 
 from gossamer.errors import UserError
 
+Window: TypeAlias = int | Literal["auto"]
+BetasPer: TypeAlias = Literal["step", "window"]
+
 _MOMENTS = ("exp_avg", "exp_avg_sq", "window_mean")
+
+_LONGEST_AUTO_WINDOW = 8
+"""The paper's at 16 and at 32 workers."""
+
+_FEWEST_WINDOWS = 10
+"""That the second moment should average over, 1/(1 − b2). A share 1 − b2 of v~ is the gradient of
+one step, with all of the noise that the window was to average away."""
+
+_NOT_OFFERED = ("amsgrad", "maximize", "capturable", "differentiable")
+_OF_TORCH = (*_NOT_OFFERED, "foreach", "fused", "decoupled_weight_decay")
+"""What groups of torch's Adam have, and ours do not."""
+
+
+def auto_window(num_workers: int) -> int:
+    """Return the steps per window of ``window="auto"``: half the workers, from 1 to 8."""
+    return min(max(num_workers // 2, 1), _LONGEST_AUTO_WINDOW)
 
 
 class _AccumAdam(Optimizer):
     """What both optimizers share; they differ in where weight decay goes."""
 
     decoupled: bool
+    _num_workers: int | None = None
 
     def __init__(
         self,
         params: ParamsT,
-        lr: float = 1e-3,
+        lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
-        window: int = 1,
+        window: Window = "auto",
+        betas_per: BetasPer = "step",
     ) -> None:
-        two = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
-        whole = isinstance(window, int) and window >= 1  # pyright: ignore[reportUnnecessaryIsInstance]
-        _check("lr", lr, lr >= 0, "a number >= 0, such as 1e-3")
-        _check("betas", betas, two, "two numbers in [0, 1), such as (0.9, 0.999)")
-        _check("eps", eps, eps >= 0, "a number >= 0, such as 1e-8")
-        _check("weight_decay", weight_decay, weight_decay >= 0, "a number >= 0, such as 0.01")
-        _check("window", window, whole, "a whole number of steps >= 1; 1 is Adam")
         defaults = {
             "lr": lr,
             "betas": betas,
             "eps": eps,
             "weight_decay": weight_decay,
             "window": window,
+            "betas_per": betas_per,
         }
         super().__init__(params, defaults)
+
+    @classmethod
+    def like(cls, optimizer: Optimizer, *, window: Window = "auto") -> Self:
+        """Return one with the groups, settings and state of torch's Adam or AdamW.
+
+        Its moments are taken over, not copied: they go on here, and a window opens at the next
+        step. A learning-rate scheduler holds the optimizer that it was given: make it after this.
+
+        Args:
+            optimizer: torch's.
+            window: steps per window.
+        """
+        if not isinstance(optimizer, Adam):
+            raise UserError(
+                f"{cls.__name__}.like takes torch's Adam or AdamW, got "
+                f"{type(optimizer).__name__}; give {cls.__name__} parameters and settings instead"
+            )
+        names = ("lr", "betas", "eps", "weight_decay")
+        defaults = {name: optimizer.defaults[name] for name in names}
+        ours = cls(optimizer.param_groups, **defaults, window=window)
+        ours.state.update({p: dict(state) for p, state in optimizer.state.items()})
+        return ours
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; one of torch's Adam has the same meaning here, or is refused."""
+        super().add_param_group({**param_group})  # a copy: it may be another optimizer's
+        group = self.param_groups[-1]
+        try:
+            _check_settings(group)
+            self._check_decay(group)
+        except UserError:
+            self.param_groups.pop()
+            raise
+        for name in _OF_TORCH:
+            group.pop(name, None)
+        self._settle(group)
+
+    def set_num_workers(self, num_workers: int) -> None:
+        """Settle windows that are "auto" by the number of workers, as engines do.
+
+        A window that is settled stays, whatever becomes of the workers.
+        """
+        self._num_workers = num_workers
+        for group in self.param_groups:
+            if group["window"] == "auto":
+                self._settle(group)
+
+    def _settle(self, group: dict[str, Any]) -> None:
+        """Give a group its window as soon as it is known."""
+        if group["window"] == "auto" and self._num_workers is not None:
+            group["window"] = auto_window(self._num_workers)
+        if group["window"] != "auto":
+            _warn_of_noise(group)
+
+    def _check_decay(self, group: dict[str, Any]) -> None:
+        """Refuse a group of torch's that decays weights in the other way."""
+        decoupled = group.get("decoupled_weight_decay", self.decoupled)
+        if group["weight_decay"] and decoupled != self.decoupled:
+            ours, other = ("decoupled", "AccumAdam") if self.decoupled else ("L2", "AccumAdamW")
+            raise UserError(
+                f"weight decay of {type(self).__name__} is {ours}, got a group with "
+                f"decoupled_weight_decay={decoupled}; use {other}"
+            )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -72,6 +156,12 @@ class _AccumAdam(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
+            if group["window"] == "auto":
+                raise UserError(
+                    'window="auto" must be settled before the first step, got no number of '
+                    "workers; call gossamer.decentralize() or use gossamer.Simulation, or give a "
+                    "number of steps, such as window=4"
+                )
             # Parameters that missed a gradient lag behind; those at the same step go together.
             by_step: defaultdict[int, list[Tensor]] = defaultdict(list)
             for parameter in group["params"]:
@@ -84,22 +174,31 @@ class _AccumAdam(Optimizer):
         return loss
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a state, also one of Adam or AdamW, which have no window."""
+        """Restore a state; also one of Adam, or one whose betas are per window, as they once were.
+
+        The window of the state stays; that of Adam's, and one that was not settled, is ours.
+        """
+        ours = [group["window"] for group in getattr(self, "param_groups", ())]
         super().__setstate__(state)
-        for group in self.param_groups:
-            group.setdefault("window", 1)
+        for i, group in enumerate(self.param_groups):
+            group.setdefault("betas_per", "window" if "window" in group else "step")
+            if group.get("window", "auto") == "auto":
+                group["window"] = ours[i] if i < len(ours) else "auto"
 
     def _count_step(self, parameter: Tensor, window: int) -> int:
         state = self.state[parameter]
+        step = int(state.get("step", 0))
+        if window > 1 and "window_mean" not in state:
+            step = math.ceil(step / window) * window  # of Adam until now: a window opens here
         names = ("exp_avg", "exp_avg_sq") if window == 1 else _MOMENTS
         for name in names:
             if name not in state:
                 state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        state["step"] = int(state.get("step", 0)) + 1
+        state["step"] = step + 1
         return state["step"]
 
     def _update(self, parameters: list[Tensor], step: int, group: dict[str, Any]) -> None:
-        lr, (beta1, beta2), eps = float(group["lr"]), group["betas"], group["eps"]
+        lr, (beta1, beta2), eps = float(group["lr"]), window_betas(group), group["eps"]
         decay, window = group["weight_decay"], group["window"]
         grads = [p.grad for p in parameters if p.grad is not None]
         states = [self.state[p] for p in parameters]
@@ -143,10 +242,13 @@ class AccumAdam(_AccumAdam):
     Args:
         params: parameters or parameter groups.
         lr: learning rate.
-        betas: decay rates of the two moments, per committed window.
+        betas: decay rates of the two moments.
         eps: added to the denominator.
         weight_decay: added to the gradient as weight_decay·x.
-        window: steps per window; 1 is Adam. The paper uses 8 at 16 workers and 4 at 8.
+        window: steps per window; 1 is Adam. ``"auto"`` is half the number of workers, from 1 to 8,
+            which ``decentralize`` and ``Simulation`` know; it stays when workers leave or join.
+        betas_per: whether betas are meant per ``"step"``, as Adam's, or per ``"window"``, as in
+            the paper.
     """
 
     decoupled = False
@@ -164,14 +266,15 @@ class AccumAdamW(_AccumAdam):
     def __init__(
         self,
         params: ParamsT,
-        lr: float = 1e-3,
+        lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.01,
         *,
-        window: int = 1,
+        window: Window = "auto",
+        betas_per: BetasPer = "step",
     ) -> None:
-        super().__init__(params, lr, betas, eps, weight_decay, window=window)
+        super().__init__(params, lr, betas, eps, weight_decay, window=window, betas_per=betas_per)
 
 
 def _launched_together(parameters: list[Tensor]) -> list[list[Tensor]]:
@@ -187,6 +290,43 @@ def _check_gradient(gradient: Tensor) -> None:
             f"AccumAdam takes dense real gradients, got a {kind} one; "
             "use torch.optim.SparseAdam or Adam for that parameter"
         )
+
+
+def window_betas(group: dict[str, Any]) -> tuple[float, float]:
+    """Return how much of the moments of a group is left after a window."""
+    power = group["window"] if group["betas_per"] == "step" else 1
+    beta1, beta2 = group["betas"]
+    return beta1**power, beta2**power
+
+
+def _warn_of_noise(group: dict[str, Any]) -> None:
+    window, (_, beta2) = group["window"], window_betas(group)
+    if window == 1 or beta2 >= 1 - 1 / _FEWEST_WINDOWS:
+        return
+    power = window if group["betas_per"] == "step" else 1
+    enough = math.ceil(1000 * (1 - 1 / _FEWEST_WINDOWS) ** (1 / power)) / 1000
+    warnings.warn(
+        f"a second moment should average over {_FEWEST_WINDOWS} windows or more, got "
+        f"{1 / (1 - beta2):.1f} with beta2 = {group['betas'][1]} per {group['betas_per']} and a "
+        f"window of {window}: the noise of single steps undoes what the window averages; use "
+        f"beta2 >= {enough:g}",
+        stacklevel=2,
+    )
+
+
+def _check_settings(group: dict[str, Any]) -> None:
+    lr, betas, eps, weight_decay = (group[n] for n in ("lr", "betas", "eps", "weight_decay"))
+    window, betas_per = group["window"], group["betas_per"]
+    two = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
+    whole = type(window) is int and window >= 1
+    _check("lr", lr, lr >= 0, "a number >= 0, such as 1e-3")
+    _check("betas", betas, two, "two numbers in [0, 1), such as (0.9, 0.999)")
+    _check("eps", eps, eps >= 0, "a number >= 0, such as 1e-8")
+    _check("weight_decay", weight_decay, weight_decay >= 0, "a number >= 0, such as 0.01")
+    _check("window", window, whole or window == "auto", 'a whole number of steps >= 1, or "auto"')
+    _check("betas_per", betas_per, betas_per in ("step", "window"), '"step" or "window"')
+    for name in _NOT_OFFERED:
+        _check(name, group.get(name), not group.get(name), "left out, AccumAdam does not offer it")
 
 
 def _check(name: str, value: object, valid: bool, required: str) -> None:

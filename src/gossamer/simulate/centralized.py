@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gossamer.errors import UserError
+from gossamer.optim import with_num_workers
 from gossamer.simulate.gradients import ChunkGradients, Loss
 from gossamer.simulate.template import bytes_of, make_template
 from gossamer.simulate.update import MakeOptimizer, build
@@ -59,6 +60,7 @@ class Centralized:
             raise UserError(f"workers must be at least 1, got {workers}; 1 is plain training")
         self.num_steps = 0
         self.num_workers = workers
+        optimizer = with_num_workers(optimizer, 1)  # of one model, whoever computes its gradient
         template = make_template(
             model, loss, optimizer, workers, dtype, seed, memory_gb, gradients, one_model=True
         )

@@ -35,6 +35,7 @@ from gossamer.consensus import (
     tensor_norms,
 )
 from gossamer.normalization import rule_of
+from gossamer.optim import with_num_workers
 from gossamer.simulate.gradients import Loss
 from gossamer.simulate.meter import StackedMeter
 from gossamer.simulate.mixing import check_round
@@ -100,6 +101,7 @@ class Simulation:
             self._adapt_while_combine if order == "awc" else self._adapt_then_combine
         )
         rule = rule_of(buffers)
+        optimizer = with_num_workers(optimizer, workers)
 
         # - One worker
         template = make_template(model, loss, optimizer, workers, dtype, seed, memory_gb, gradients)
