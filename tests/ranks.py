@@ -19,13 +19,17 @@ Result = TypeVar("Result")
 
 
 def run_ranks(
-    num_ranks: int, body: Callable[[ProcessGroup], Result], timeout: float = 40
+    num_ranks: int,
+    body: Callable[[ProcessGroup], Result],
+    timeout: float = 40,
+    store: HashStore | None = None,
 ) -> list[Result]:
     """Run ``body(process_group)`` once per rank; return the results in the order of ranks.
 
-    The first failure of a rank is raised here, with that rank's traceback.
+    The first failure of a rank is raised here, with that rank's traceback. The store is a new one
+    unless ranks are to find what earlier ones left.
     """
-    store = HashStore()
+    store = store or HashStore()
     results: dict[int, Result] = {}
     failures: list[tuple[int, BaseException]] = []
 

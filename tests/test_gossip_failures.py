@@ -279,7 +279,7 @@ def test_training_uses_nothing_of_this() -> None:
             loss_of(model, group.rank(), step).backward()
             optimizer.step()
         added = gossip._worker.network.detector.board.store.num_keys() - keys
-        gossip.gather(0)  # nobody closes before all have counted
+        gossip._worker.gather(0)  # nobody closes before all have counted
         gossip.close()
         return added
 

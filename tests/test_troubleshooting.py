@@ -145,6 +145,18 @@ def step_after_close(model: nn.Module, optimizer: Optimizer, gossip: Gossip) -> 
     gossip.consensus_distance()
 
 
+def step_another_optimizer(model: nn.Module, optimizer: Optimizer, gossip: Gossip) -> None:
+    other = sgd(model)
+    other.step()
+    optimizer.step()
+
+
+def step_in_backward(model: nn.Module, optimizer: Optimizer, gossip: Gossip) -> None:
+    last = [*model.parameters()][-1]
+    last.register_post_accumulate_grad_hook(lambda _: discard(optimizer.step()))
+    model(torch.ones(4, 5, dtype=torch.float64)).sum().backward()
+
+
 # - When another rank stops
 
 
@@ -286,6 +298,8 @@ PROVOKE: dict[str, Callable[[], object]] = {
     "optimizer.step() must": in_loop(step_in_average),
     "inside join()": in_loop(average_in_join),
     "this gossip must be open": in_loop(step_after_close),
+    "every optimizer that trains": in_loop(step_another_optimizer),
+    "awc mixes before": in_loop(step_in_backward),
     "rank … waits for bucket": with_others(lambda gossip: gossip.close(), lambda gossip: None),
     "rank … called averaged()": with_others(average, lambda gossip: None),
     "all ranks must make": with_others(average, lambda gossip: gossip.consensus_distance()),
@@ -311,6 +325,9 @@ IN_A_FOLDER: dict[str, Callable[[Path], object]] = {
 # Found in the source only, by how they begin, and why.
 FOUND = {
     "DDP and gossip": "test_a_model_in_ddp_is_refused provokes it",
+    "training must go": "needs processes: tests/test_gossip_silent.py",
+    "all ranks must have": "tests/test_gossip_silent.py",
+    "rank … goes on to": "tests/test_gossip_silent.py",
     "rank … waits for … and failed": "needs a killed process: tests/test_gossip_failures.py",
     "a lab must be run as root": "tests/test_lab_cluster.py",
     "a lab needs the program": "tests/test_lab_cluster.py",

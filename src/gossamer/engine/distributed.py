@@ -305,12 +305,13 @@ class _Rank:
         return Metrics(average, {worker: float(own[worker]) for worker in replicas}, num)
 
     def state_dict(self) -> dict[str, Any]:
+        synchronization = self._synchronization.state_dict()  # first: then a replica's is expected
         return {
             "num_steps": self._num_steps,
             "sent": self._sent,
             "model": self._model.state_dict(),
             "optimizer": self._optimizer.state_dict(),
-            "synchronization": self._synchronization.state_dict(),
+            "synchronization": synchronization,
             "outer": None if self._outer is None else self._outer.state_dict(),
         }
 

@@ -16,6 +16,7 @@ parameter goes through a step along ``step``, ``orders``, ``mixer`` and ``transp
         handshake          the comparison across ranks
     A step
         worker             what the four above share: collective calls, the end
+        model_state        what a model's state is while workers differ
         step               hooks around ``optimizer.step()``; blocks in which no step is taken
         step_call          closures, steps within steps, other scalers
         orders             awc and atc: when a step mixes
@@ -23,6 +24,8 @@ parameter goes through a step along ``step``, ``orders``, ``mixer`` and ``transp
         mixer              x ← W x on buckets, in two halves; owns what is in flight
         replica            the parameters in buckets; their average, and putting them back
         guard              parameters that are no longer what is sent
+        wrapper_watch      DDP that averages gradients of what gossips
+        instances          all living objects of a class
         buckets            parameters as views of flat tensors
     The wire
         network            what opens and ends together

@@ -25,6 +25,9 @@ class Cause(NamedTuple):
     """The rank to blame for it, where that is known."""
 
 
+COLLECTIVE_ADVICE = "every rank must make this call; put the `if` inside"
+"""What to do where a call was made alone, as under `if rank == 0:`."""
+
 _NO_ANSWER = Cause(
     "the cause is not known, because the store does not answer: the process that holds it, often "
     "rank 0, is gone or stalled",
@@ -50,6 +53,8 @@ def _search(board: NoticeBoard, own: Notice, *, lost: bool, deadline: float) -> 
     seen = [own]
     while time.monotonic() < deadline:
         notice = seen[-1]
+        if notice.ended and own.step > notice.step:
+            return _explain_end(board, own, notice)
         if not notice.peers:
             return _end_of(notice)
         if notice.call:
@@ -75,12 +80,34 @@ def _explain_call(board: NoticeBoard, notice: Notice) -> Cause:
         if found is not None and not found.peers:
             return _end_of(found)
     if absent:
+        at = {rank: found.step for rank in absent if (found := board.notice_of(rank))}
+        ahead = [rank for rank, step in at.items() if step > notice.step]
+        took = f", {name_ranks(ahead)} took an optimizer.step() more" if ahead else ""
         return Cause(
             f"rank {notice.rank} called {notice.call} at step {notice.step}, and "
-            f"{name_ranks(absent)} did not, or went away; every rank must make this call",
+            f"{name_ranks(absent)} did not, or went away{took}; {COLLECTIVE_ADVICE}",
             absent[0] if len(absent) == 1 else notice.rank,
         )
     return Cause(f"one of {name_ranks(notice.peers)} went away in {notice.call}", None)
+
+
+def _explain_end(board: NoticeBoard, own: Notice, notice: Notice) -> Cause:
+    """A peer ended its gossip before this rank: it is behind, or this rank is ahead of most."""
+    deadline = time.monotonic() + board.search_s / 2
+    others = [rank for rank in range(board.size) if rank != own.rank]
+    while True:
+        found = [board.notice_of(rank) for rank in others]
+        if all(found) or time.monotonic() >= deadline:
+            break
+        time.sleep(0.02)
+    ended = [n.rank for n in found if n is not None and n.ended and n.step == notice.step]
+    if 2 * len(ended) < board.size:
+        return _end_of(notice)
+    return Cause(
+        f"rank {own.rank} goes on to step {own.step}, and {name_ranks(ended)} ended their gossip "
+        f"at step {notice.step}; every rank must call optimizer.step() as often, or use join()",
+        own.rank if len(ended) > 1 else None,
+    )
 
 
 def _next_notice(board: NoticeBoard, notice: Notice, *, final: bool) -> tuple[int, Notice | None]:

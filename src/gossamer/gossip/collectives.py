@@ -56,9 +56,16 @@ class Collectives:
         self._wait_in(self._begin_sum(mean, "an average"))
         return mean
 
-    def assemble(self, call: str) -> None:
-        """Return when all ranks have come to this call; raise where some came to another."""
-        self.begin_gather(0, call)()
+    def assemble(self, call: str, num_steps: int) -> None:
+        """Return when all ranks have come to this call, after as many steps; raise otherwise."""
+        steps = self.begin_gather(num_steps, call)()
+        if others := self._ranks_that_differ(steps):
+            raise self._detector.difference(
+                others,
+                f"all ranks must have called optimizer.step() as often in {call}, got {steps} "
+                f"steps on ranks 0 to {self.size - 1}; where ranks have fewer batches than others, "
+                "use join()",
+            )
 
     def begin_gather(self, value: int, call: str) -> Callable[[], list[int]]:
         """Begin to collect a number from every rank; return the function that waits for them.

@@ -25,6 +25,7 @@ from gossamer.gossip.handshake import (
     shake_hands,
 )
 from gossamer.gossip.mixer import Mixer
+from gossamer.gossip.model_state import ModelState
 from gossamer.gossip.network import Network
 from gossamer.gossip.notices import NoticeBoard
 from gossamer.gossip.orders import ORDERS
@@ -32,6 +33,7 @@ from gossamer.gossip.rank_meter import RankMeter
 from gossamer.gossip.replica import Replica
 from gossamer.gossip.step import Step
 from gossamer.gossip.worker import Worker
+from gossamer.gossip.wrapper_watch import WrapperWatch
 from gossamer.normalization import rule_of
 from gossamer.optim import tell_num_workers
 from gossamer.topology import Round, Schedule, as_schedule
@@ -127,8 +129,12 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
         meter = RankMeter(trained, optimizers, network.collectives)
         source = make_source(meter)
         guard = Guard(model, optimizers, trained)
-        step = Step(optimizers, ORDERS[order](mixer, source), mixer, guard, meter, norm_steps)
-        return Gossip(schedule, source, meter, Worker(replica, step, mixer, network))
+        wrappers = WrapperWatch(trained, group)
+        step = Step(
+            optimizers, ORDERS[order](mixer, source), mixer, guard, wrappers, meter, norm_steps
+        )
+        model_state = ModelState(model, network.rank, network.size)
+        return Gossip(schedule, source, meter, Worker(replica, step, mixer, network, model_state))
 
 
 def _grouped_rounds(schedule: Schedule) -> Iterable[Round]:

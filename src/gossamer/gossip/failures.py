@@ -16,8 +16,8 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import final
 
-from gossamer.gossip.causes import find_cause
-from gossamer.gossip.notices import Notice, NoticeBoard, name_ranks
+from gossamer.gossip.causes import COLLECTIVE_ADVICE, find_cause
+from gossamer.gossip.notices import Notice, NoticeBoard, describe, name_ranks
 
 _log = logging.getLogger(__name__)
 
@@ -25,7 +25,10 @@ _BLOCKED_S = 1.0
 """After how long a blocked rank posts a notice: less than a failing one looks for it."""
 
 _WARN_S = 10.0
-"""After how long a blocked rank logs a warning."""
+"""After how long a blocked rank logs a warning; again after twice as long, and so on."""
+
+_MOST_ASKED = 4
+"""Of how many peers a blocked rank reads what they show."""
 
 
 class ExchangeError(RuntimeError):
@@ -110,7 +113,7 @@ class FailureDetector:
     def _watch(self) -> None:
         limit = min(_BLOCKED_S, self.board.search_s / 4)
         posted: Notice | None = None
-        warned = 0.0
+        warn_after = _WARN_S
         while not self._ended.wait(limit / 2):
             since = self._blocked_since
             blocked = 0.0 if since is None else time.monotonic() - since
@@ -123,9 +126,22 @@ class FailureDetector:
                 elif notice is None and posted is not None:
                     self.board.take_back()
             posted = notice
-            if notice is not None and blocked > _WARN_S and since != warned:
-                warned = since
-                _log.warning("%s, for %.0f s so far", notice, blocked)
+            if notice is None:
+                warn_after = _WARN_S
+            elif blocked > warn_after:
+                warn_after *= 2
+                _log.warning("%s, for %.0f s so far%s", notice, blocked, self._advice(notice))
+
+    def _advice(self, notice: Notice) -> str:
+        """Say what to do where this rank, or one that it waits for, is in a call by itself."""
+        calls = [notice]
+        with contextlib.suppress(RuntimeError):
+            calls += filter(None, map(self.board.notice_of, notice.peers[:_MOST_ASKED]))
+        for each in calls:
+            if each.call:
+                where = "" if each is notice else f"; rank {each.rank} is in {each.call}"
+                return f"{where}; {COLLECTIVE_ADVICE}"
+        return ""
 
     def end(self) -> None:
         """End all threads, where the store lets them."""
@@ -188,11 +204,18 @@ class FailureDetector:
             for rank, call in zip(ranks, calls, strict=True)
         )
 
-    def leave(self, reason: str) -> None:
-        """Tell the others why this rank ends before they do."""
+    def leave(self, reason: str, *, ended: bool = False) -> None:
+        """Tell the others why this rank ends before they do.
+
+        Args:
+            reason: what it did.
+            ended: whether in order, with all its steps taken.
+        """
         self.end()
         if self._failure is None:
-            notice = Notice(rank=self.board.rank, step=self._place.step, what=reason, final=True)
+            notice = Notice(
+                rank=self.board.rank, step=self._place.step, what=reason, final=True, ended=ended
+            )
             self.board.ask(lambda: self.board.post(notice), None)
 
     @contextlib.contextmanager
@@ -201,5 +224,5 @@ class FailureDetector:
         try:
             yield
         except BaseException as error:
-            self.leave(f"raised {error!r}")
+            self.leave(f"raised {describe(error)}")
             raise

@@ -11,6 +11,7 @@ import torch
 
 from gossamer.consensus import Decision, RoundSource
 from gossamer.errors import UserError
+from gossamer.gossip.notices import describe
 from gossamer.gossip.rank_meter import RankMeter
 from gossamer.gossip.telemetry import Stats
 from gossamer.gossip.worker import Worker
@@ -48,7 +49,7 @@ class Gossip:
         if error is None:
             self.close()
         else:
-            self._worker.network.detector.leave(f"raised {error!r}")
+            self._worker.network.detector.leave(f"raised {describe(error)}")
 
     # - Measuring
 
@@ -111,12 +112,13 @@ class Gossip:
         A collective call that lets an exchange in flight go on. ``consensus.sketch_distance`` and
         ``consensus.theta`` read it; it costs a pass over the parameters and 2 kB per rank.
         """
-        self._worker.check_ready("sketches()")
-        return self._meter.begin_parameters()()
+        with self._worker.calling("sketches()"):
+            return self._meter.begin_parameters()()
 
     def gather(self, value: int) -> list[int]:
         """Return every rank's number, in the order of ranks. A collective call."""
-        return self._worker.gather(value)
+        with self._worker.calling("gather()"):
+            return self._worker.begin_gather(value, "gather()")()
 
     # - Looking at other parameters, or changing them
 
@@ -126,8 +128,22 @@ class Gossip:
 
         A collective call. Needs one more copy of the parameters while it lasts.
         """
-        with self._restored("averaged()"):
-            with self._worker.collective("averaged()"):
+        with self._averaged("averaged()"):
+            yield
+
+    def averaged_state_dict(self) -> dict[str, Any]:
+        """Return the model's state with the exact average of all workers. A collective call.
+
+        Every tensor has storage of its own, so that any format can save it; the same values on all
+        ranks, except buffers that are each worker's own. ``model.load_state_dict`` takes it.
+        """
+        with self._averaged("averaged_state_dict()"):
+            return self._worker.model_state.copy()
+
+    @contextlib.contextmanager
+    def _averaged(self, call: str) -> Generator[None]:
+        with self._restored(call), self._worker.model_state.silent():
+            with self._worker.collective(call):
                 for tensor, mean in self._worker.averages():
                     tensor.copy_(mean)
             yield
@@ -196,6 +212,7 @@ class Gossip:
     def state_dict(self) -> dict[str, Any]:
         """Return what, with the model's and the optimizer's state, continues this run."""
         self._worker.check_open()
+        self._worker.model_state.silence()
         return {
             "num_steps": self.num_steps,
             "num_workers": self.num_workers,

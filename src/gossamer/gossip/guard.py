@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gossamer.errors import UserError
+from gossamer.gossip.instances import instances_of
 
 _GUARDED: set[int] = set()
 """The ids of parameters that a gossip mixes, and keeps alive until close(). Not an attribute of
@@ -93,11 +94,27 @@ class Guard:
     def check_unchanged(self) -> None:
         """Raise where parameters changed while they were being sent."""
         versions = [p._version for p in self._trained]
-        if versions != self._versions:
-            pairs = zip(versions, self._versions, self._names, strict=True)
-            changed = next(name for now, then, name in pairs if now != then)
+        if versions == self._versions:
+            return
+        changed = next(i for i, then in enumerate(self._versions) if versions[i] != then)
+        name = self._names[changed]
+        if stranger := _other_optimizer_of(self._trained[changed], self._optimizers):
             raise UserError(
-                "parameters must not change between two steps, because they are being sent, got a "
-                f"changed {changed}; change them inside `with gossip.drained(keep_changes=True):`, "
-                "or `with gossip.drained():` to have them put back"
+                "every optimizer that trains the model must be passed to decentralize(), got a "
+                f"changed {name}, which is in an optimizer {type(stranger).__name__} that was not; "
+                "pass all of them, as in decentralize(model, [first, second])"
             )
+        raise UserError(
+            "parameters must not change between two steps, because they are being sent, got a "
+            f"changed {name}; change them inside `with gossip.drained(keep_changes=True):`, "
+            "or `with gossip.drained():` to have them put back"
+        )
+
+
+def _other_optimizer_of(parameter: Tensor, known: Sequence[Optimizer]) -> Optimizer | None:
+    """Return an optimizer that trains a parameter and is none of these, nor a wrapper of one."""
+    for other in instances_of(Optimizer):
+        related = any(each is ours for each in (other, *vars(other).values()) for ours in known)
+        if not related and any(held is parameter for held in held_by([other])):
+            return other
+    return None

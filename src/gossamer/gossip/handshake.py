@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gossamer.errors import UserError
 from gossamer.gossip.failures import ExchangeError
-from gossamer.gossip.notices import NoticeBoard, name_ranks
+from gossamer.gossip.notices import NoticeBoard, describe, name_ranks
 from gossamer.topology import Schedule
 from gossamer.topology.round import digest_of
 
@@ -84,7 +84,7 @@ def declining_on_error(board: NoticeBoard) -> Generator[None]:
     try:
         yield
     except Exception as error:
-        reason = f"rank {board.rank} could not start: {error}"
+        reason = f"rank {board.rank} could not start: {describe(error, str)}"
         if board.rank == 0:
             board.store.set("facts", json.dumps({}))
             _conclude(board, [reason])

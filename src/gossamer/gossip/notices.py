@@ -20,6 +20,9 @@ from torch.distributed.distributed_c10d import PrefixStore
 _SEARCH_S = 4.0
 """How long a failing rank looks for the cause, or half its timeout. The store may not answer."""
 
+_MOST_SAID = 500
+"""Characters of an exception that go into a notice: enough to know it by."""
+
 Answer = TypeVar("Answer")
 
 
@@ -47,6 +50,9 @@ class Notice:
 
     final: bool = False
     """Whether it will not go on, and is not only blocked."""
+
+    ended: bool = False
+    """Whether it has taken all its steps, and ended its gossip in order."""
 
     def __str__(self) -> str:
         """Say where the rank is and what it waits for."""
@@ -108,6 +114,19 @@ class NoticeBoard:
         """Return the collective call that a rank began last, with its number."""
         return self._get(f"call/{rank}")
 
+    def discard(self) -> None:
+        """Say that this rank asks and tells nothing more; the last rank to do so removes all keys.
+
+        A store outlives the gossips on it: a job that opens one after the other must not fill it.
+        """
+
+        def count() -> None:
+            if self.store.add("discarded", 1) == self.size:
+                for key in self.store.list_keys():
+                    self.store.delete_key(key)
+
+        self.ask(count, None)
+
     def ask(self, question: Callable[[], Answer], otherwise: Answer) -> Answer:
         """Return the answer, or the other one where asking fails or takes too long.
 
@@ -133,6 +152,19 @@ class NoticeBoard:
 
     def _get(self, key: str) -> str:
         return self.store.get(key).decode() if self.store.check([key]) else ""
+
+
+def describe(error: BaseException, in_words: Callable[[BaseException], str] = repr) -> str:
+    """Say what was raised in a few words, whatever the exception is made of.
+
+    >>> describe(ValueError("x" * 3000))[:20], len(describe(ValueError("x" * 3000)))
+    ("ValueError('xxxxxxxx", 500)
+    """
+    try:
+        said = in_words(error)
+    except Exception:  # its own code, at a moment when others wait for a word
+        said = f"{type(error).__name__}, which cannot say what it is"
+    return said if len(said) <= _MOST_SAID else said[: _MOST_SAID - 1] + "…"
 
 
 def name_ranks(ranks: Sequence[int]) -> str:

@@ -26,6 +26,9 @@ from gossamer.topology import Round
 class Order(Protocol):
     """What a worker does before and after its update at step t."""
 
+    mixes_before_update: bool
+    """Whether parameters change between backward pass and update."""
+
     def before_update(self, step: int) -> None:
         """Come between backward pass and update."""
         ...
@@ -41,6 +44,8 @@ class Order(Protocol):
 
 @final
 class _AdaptWhileCombine:
+    mixes_before_update = True
+
     def __init__(self, mixer: Mixer, source: RoundSource) -> None:
         self._mixer = mixer
         self._source = source
@@ -63,6 +68,8 @@ class _AdaptWhileCombine:
 
 @final
 class _AdaptThenCombine:
+    mixes_before_update = False
+
     def __init__(self, mixer: Mixer, source: RoundSource) -> None:
         self._mixer = mixer
         self._source = source

@@ -16,6 +16,7 @@ from torch.optim import LBFGS, Optimizer
 from gossamer.errors import UserError
 from gossamer.gossip.buckets import is_dense
 from gossamer.gossip.guard import held_by, is_guarded
+from gossamer.gossip.wrapper_watch import ranks_shared_with
 
 
 def check_positive(name: str, value: object, positive: bool) -> None:
@@ -62,13 +63,12 @@ def check_wrapper(model: nn.Module, process_group: ProcessGroup) -> None:
     for module in model.modules():
         if not isinstance(module, DistributedDataParallel):
             continue
-        of_ddp = dist.get_process_group_ranks(module.process_group)
-        shared = set(of_ddp) & set(dist.get_process_group_ranks(process_group))
-        if len(shared) > 1:
+        shared = ranks_shared_with(module, process_group)
+        if shared:
             raise UserError(
                 "DDP and gossip must not connect the same ranks, got a model wrapped in DDP over "
-                f"ranks {sorted(shared)} of the gossip's group; pass the model itself, or a "
-                "process_group= with one rank of each DDP group"
+                f"ranks {shared} of the gossip's group; train the model without the wrapper, or "
+                "pass a process_group= with one rank of each DDP group"
             )
 
 

@@ -21,6 +21,7 @@ from gossamer.gossip.guard import Guard
 from gossamer.gossip.mixer import Mixer, MixerState
 from gossamer.gossip.orders import Order
 from gossamer.gossip.rank_meter import RankMeter
+from gossamer.gossip.wrapper_watch import WrapperWatch
 from gossamer.topology.arrays import FloatArray
 
 
@@ -33,6 +34,7 @@ class Step:
         order: when a step mixes, and with which rounds.
         mixer: what is in flight between steps.
         guard: who sees parameters that are not what is sent.
+        wrappers: who sees that gradients are averaged, too.
         meter: measures norms, and says who still trains inside join().
         norm_steps: at which norms are measured.
     """
@@ -43,6 +45,7 @@ class Step:
         order: Order,
         mixer: Mixer,
         guard: Guard,
+        wrappers: WrapperWatch,
         meter: RankMeter,
         norm_steps: NormSteps,
     ) -> None:
@@ -59,11 +62,13 @@ class Step:
         self._order = order
         self._mixer = mixer
         self._guard = guard
+        self._wrappers = wrappers
         self._meter = meter
         self._norm_steps = norm_steps
         # - The step that is being taken
         self._stepped: list[Optimizer] = []
         self._begun = False
+        self._has_looked = False
         # - Hooks
         untraced: Any = torch.compiler.disable  # where a user compiles the optimizer's step
         self._hooks = [
@@ -110,6 +115,11 @@ class Step:
 
     def _begin(self) -> None:
         """Come between backward pass and the first optimizer's update."""
+        if self._order.mixes_before_update:
+            step_call.refuse_inside_backward()
+        if not self._has_looked:
+            self._has_looked = True
+            self._wrappers.look()  # a framework may have made one since
         self._check_unchanged()
         if self.joining:
             self._meter.count_training()
@@ -210,6 +220,7 @@ class Step:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._wrappers.release()
         try:
             self._mixer.close()
         finally:

@@ -18,7 +18,9 @@ from torch.profiler import record_function
 from gossamer.errors import UserError
 from gossamer.gossip.failures import ExchangeError
 from gossamer.gossip.mixer import Mixer, MixerState
+from gossamer.gossip.model_state import ModelState
 from gossamer.gossip.network import Network
+from gossamer.gossip.notices import describe
 from gossamer.gossip.replica import Replica
 from gossamer.gossip.step import Step
 
@@ -39,13 +41,22 @@ class Worker:
         step: what it does around optimizers' steps.
         mixer: what may be in flight.
         network: what connects it to the others.
+        model_state: what is said of the model's state.
     """
 
-    def __init__(self, replica: Replica, step: Step, mixer: Mixer, network: Network) -> None:
+    def __init__(
+        self,
+        replica: Replica,
+        step: Step,
+        mixer: Mixer,
+        network: Network,
+        model_state: ModelState,
+    ) -> None:
         self.replica = replica
         self.step = step
         self.mixer = mixer
         self.network = network
+        self.model_state = model_state
         self._pid = os.getpid()
         # Also what keeps this object until close(): its tensors are on the wire.
         atexit.register(self._leave)
@@ -77,7 +88,14 @@ class Worker:
         self.step.drain()
         calling = self.network.detector.calling(call)
         with record_function(f"Gossip::{call}"), calling, torch.no_grad():
-            self.network.collectives.assemble(call)
+            self.network.collectives.assemble(call, self.step.num_steps)
+            yield
+
+    @contextlib.contextmanager
+    def calling(self, call: str) -> Generator[None]:
+        """Make a call that all ranks make, which lets an exchange in flight go on."""
+        self.check_ready(call)
+        with self.network.detector.calling(call):
             yield
 
     def gather(self, value: int) -> list[int]:
@@ -108,13 +126,16 @@ class Worker:
     def close(self) -> None:
         """Wait for what is in flight, remove every hook, free all memory."""
         try:
+            self.model_state.remove_hook()
             self.step.close()
             self.network.detector.leave(
-                "ended its gossip (where ranks have fewer batches than others, use join())"
+                "ended its gossip (where ranks have fewer batches than others, use join())",
+                ended=True,
             )
             if not self.network.detector.broken:
                 atexit.unregister(self._leave)
                 self.network.close()
+                self.network.detector.board.discard()
         finally:
             self.replica.release()
 
@@ -124,7 +145,7 @@ class Worker:
             return
         raised = getattr(sys, "last_value", None)
         self.network.detector.leave(
-            "ended without close()" if raised is None else f"raised {raised!r}"
+            "ended without close()" if raised is None else f"raised {describe(raised)}"
         )
         if self.mixer.state is MixerState.IN_FLIGHT:
             _log.warning("gossip was not closed; waiting for the exchange in flight")
