@@ -79,6 +79,7 @@ ELSEWHERE = {
 SENTENCES = {
     "gossamer --help": "tests/test_cli.py",
     "gossamer --show-completion": "depends on the shell: tests/test_cli.py asks as its script does",
+    "gossamer bench expand": BLOCKS,
     "gossamer bench report": BLOCKS,
     "gossamer bench run": BLOCKS,
     "gossamer plan": BLOCKS,

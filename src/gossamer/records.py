@@ -127,7 +127,7 @@ class Norms(_Record):
 
 
 class Evaluation(_Record):
-    """The metric on the test data."""
+    """The metric on the test data, or on the validation samples of a run that has any."""
 
     kind: Literal["evaluation"] = "evaluation"
     step: int
@@ -141,7 +141,7 @@ class Evaluation(_Record):
     bytes_sent: float
     train_s: float
     samples: int | None = None
-    """How many of the test samples it is on; None for all of them, as it is at the end."""
+    """How many of these samples it is on; None for all of them, as it is at the end."""
 
 
 class Ended(_Record):

@@ -87,7 +87,7 @@ def run_here(
                 return run(
                     spec,
                     memory_gb=budget.memory_gb,
-                    norms_mb=budget.norms_mb,
+                    norms_mb=0.0 if spec.validation_share else budget.norms_mb,
                     checkpointing=checkpointing(store, spec, budget.checkpoint_s),
                 )
 

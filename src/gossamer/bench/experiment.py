@@ -6,7 +6,8 @@ workers = [8, 32]
 methods = ["C_complete", "D_ring", { name = "held", method = "D_ring", control = "auto" }]
 seeds = [0, 1]
 run = { epochs = 5 }            # fields of every run
-axes = { lr = [0.1, 0.2] }      # fields that take several values
+axes = { batch_size = [8, 16] } # fields that take several values
+tune = { lr = [0.1, 0.2, 0.4] } # the same trials for every method, and its best rate for its runs
 
 [[include]]                     # more runs; what is not given is as above
 engine = "distributed"
@@ -19,6 +20,7 @@ workers = 8
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import tomllib
@@ -32,6 +34,7 @@ from pydantic import (
     ConfigDict,
     Field,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     model_validator,
@@ -99,6 +102,37 @@ class Budget(_Strict):
         return self
 
 
+class Tune(_Strict):
+    """Learning rates that every method tries before its runs, which take its best.
+
+    A trial holds back a part of the training samples and is judged by it. While the best rate of a
+    method is on the edge of those tried, all methods get one more, in the same ratio.
+    """
+
+    lr: list[PositiveFloat]
+    seeds: Several[int] = [1000, 1001]
+    """Of trials; the experiment's own are for what is compared."""
+
+    validation: float = Field(default=0.1, gt=0, lt=1)
+    """Share of the training samples that trials are judged by."""
+
+    extensions: NonNegativeInt = 4
+    """The most rates that are added on each side."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Tune:
+        if len(self.lr) < 2 or any(a >= b for a, b in itertools.pairwise(self.lr)):
+            raise UserError(
+                f"tune.lr must be two rates or more, each larger than the one before, got "
+                f"{self.lr}; write for example lr = [0.03, 0.1, 0.3]"
+            )
+        if len({*self.seeds}) < len(self.seeds):
+            raise UserError(
+                f"tune.seeds must differ, got {self.seeds}; leave out those twice there"
+            )
+        return self
+
+
 class Block(_Strict):
     """Runs: the product of all that has several values."""
 
@@ -114,6 +148,16 @@ class Block(_Strict):
     """Fields of ``RunSpec`` that take each of several values."""
 
     budget: Budget = Budget()
+    tune: Tune | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Block:
+        if self.tune and (shared := {*self.seeds} & {*self.tune.seeds}):
+            raise UserError(
+                f"what is compared must have other seeds than the trials, got {sorted(shared)} in "
+                "seeds and in tune.seeds; change one of them"
+            )
+        return self
 
 
 class Experiment(Block):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 from gossamer import workloads
 from gossamer.bench.experiment import Block, Budget, Experiment
 from gossamer.bench.methods import fields_of
 from gossamer.bench.modelled import ModelledTime
 from gossamer.bench.strict import validated
+from gossamer.bench.tuning import Outcomes, Setting, Study, changed
 from gossamer.engine import RunSpec
 from gossamer.engine.parts import with_absolute_paths
 from gossamer.errors import ImpossibleError, UserError, nearest
@@ -29,47 +30,82 @@ class Skipped(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """All runs of an experiment, each once."""
+    """All runs of an experiment that are known, each once."""
 
     runs: list[RunSpec]
     skipped: list[Skipped]
+    studies: list[Study] = []  # noqa: RUF012 - never changed
+    """Of each setting whose learning rates are tuned; where one is not over, more runs follow."""
 
 
-def expand(experiment: Experiment) -> Matrix:
-    """Return the runs of an experiment; refuse it as a whole where one of them cannot be."""
+def expand(experiment: Experiment, outcomes: Outcomes | None = None) -> Matrix:
+    """Return the runs of an experiment; refuse it as a whole where one of them cannot be.
+
+    Args:
+        experiment: what is compared.
+        outcomes: of trials, where learning rates are tuned: which runs follow depends on them.
+    """
     folder = Path(experiment.folder)
-    excluded = _Excluded([_absolute(pattern, folder) for pattern in experiment.exclude])
-    runs: dict[str, RunSpec] = {}
-    skipped: list[Skipped] = []
-    limits = ((block, _limiter(block.budget, folder)) for block in experiment.blocks)
-    points = ((fields, limited) for block, limited in limits for fields in _points(block, folder))
-    for fields, limited in points:
-        if excluded.covers(fields):
-            continue
+    matrix = _MatrixBuilder(experiment)
+    settings: dict[str, Setting] = {}
+    for block in experiment.blocks:
+        limited = _limiter(block.budget, folder)
+        for point in _points(block, folder):
+            spec = matrix.make(point.fields, limited)
+            if spec is None:
+                continue
+            if block.tune is None:
+                matrix.add(spec)
+            else:
+                setting = Setting(point.common, block.tune)
+                settings.setdefault(setting.key, setting).add(spec)
+    studies = [setting.study(outcomes or {}, matrix.add) for setting in settings.values()]
+    return matrix.finish(studies)
+
+
+@final
+class _MatrixBuilder:
+    """Runs as they are found, without those that are left out."""
+
+    def __init__(self, experiment: Experiment) -> None:
+        folder = Path(experiment.folder)
+        self._experiment = experiment
+        self._excluded = _Excluded([_absolute(pattern, folder) for pattern in experiment.exclude])
+        self._runs: dict[str, RunSpec] = {}
+        self._skipped: list[Skipped] = []
+
+    def make(self, fields: dict[str, Any], limited: Callable[[RunSpec], RunSpec]) -> RunSpec | None:
+        """Return a run, or None where it is left out or cannot be."""
+        if self._excluded.covers(fields):
+            return None
         try:
             spec = limited(validated(RunSpec, fields, _described(fields)))
         except ImpossibleError as error:
-            if not experiment.skip_impossible:
+            if not self._experiment.skip_impossible:
                 raise UserError(
                     f"{error}; leave it out by [[exclude]], or set skip_impossible = true"
                 ) from None
-            skipped.append(Skipped(fields, str(error)))
-            continue
-        if not excluded.covers(spec.model_dump()):
-            _add(runs, spec)
-    excluded.check_used()
-    if not runs:
-        raise UserError(f"{experiment.name} must have at least one run, got none; exclude less")
-    return Matrix(list(runs.values()), skipped)
+            self._skipped.append(Skipped(fields, str(error)))
+            return None
+        return None if self._excluded.covers(spec.model_dump()) else spec
 
+    def add(self, spec: RunSpec) -> str:
+        """Add a run, unless it is there; return its id."""
+        same = self._runs.setdefault(spec.id, spec)
+        if same.method != spec.method:
+            raise UserError(
+                f"methods with two names must differ, got {same.method!r} and {spec.method!r}, "
+                "which are the same run; leave one of them out"
+            )
+        return spec.id
 
-def _add(runs: dict[str, RunSpec], spec: RunSpec) -> None:
-    same = runs.setdefault(spec.id, spec)
-    if same.method != spec.method:
-        raise UserError(
-            f"methods with two names must differ, got {same.method!r} and {spec.method!r}, which "
-            "are the same run; leave one of them out"
-        )
+    def finish(self, studies: list[Study]) -> Matrix:
+        """Return all of them."""
+        self._excluded.check_used()
+        if not self._runs:
+            name = self._experiment.name
+            raise UserError(f"{name} must have at least one run, got none; exclude less")
+        return Matrix(list(self._runs.values()), self._skipped, studies)
 
 
 def _absolute(pattern: Mapping[str, list[Any]], folder: Path) -> dict[str, list[Any]]:
@@ -108,8 +144,18 @@ class _Excluded:
                 )
 
 
-def _points(block: Block, folder: Path) -> Iterator[dict[str, Any]]:
-    """Yield the fields of every run of a block, those that differ most slowly first."""
+class _Point(NamedTuple):
+    """One combination of a block."""
+
+    common: dict[str, Any]
+    """Fields that no method decides."""
+
+    fields: dict[str, Any]
+    """All that are given."""
+
+
+def _points(block: Block, folder: Path) -> Iterator[_Point]:
+    """Yield every combination of a block, those that differ most slowly first."""
     _check_fields(block)
     axes: list[list[tuple[str, Any]]] = [
         [(name, value) for value in values] for name, values in block.axes.items()
@@ -138,7 +184,7 @@ def _points(block: Block, folder: Path) -> Iterator[dict[str, Any]]:
                 **method.fields,
                 "method": method.name,
             }
-            yield with_absolute_paths(fields, folder)
+            yield _Point(common, with_absolute_paths(fields, folder))
 
 
 def _budget(block: Block) -> dict[str, float]:
@@ -157,8 +203,7 @@ def _limiter(budget: Budget, folder: Path) -> Callable[[RunSpec], RunSpec]:
 
     def limited(spec: RunSpec) -> RunSpec:
         steps = modelled.steps_of(spec)
-        limit = min(steps, spec.max_steps or steps)
-        return RunSpec.model_validate({**spec.model_dump(), "max_steps": limit})
+        return changed(spec, {"max_steps": min(steps, spec.max_steps or steps)})
 
     return limited
 
@@ -175,12 +220,25 @@ def _check_fields(block: Block) -> None:
                 f"a field must be set in one place, got {name!r} in axes and also in run or in "
                 f"{method.name!r}; take one of them away"
             )
+    if block.tune is not None:
+        _check_tuned(block)
+
+
+def _check_tuned(block: Block) -> None:
+    """Refuse a field that trials set."""
+    for method in block.methods:
+        for name in ("lr", "validation_share"):
+            if name in {*block.run, *block.axes, *method.fields}:
+                raise UserError(
+                    f"where learning rates are tuned, {name} must be left to tune, got it in run, "
+                    f"in axes or in {method.name!r}; take it away there"
+                )
 
 
 def _check_method(name: str, fields: Mapping[str, Any], block: Block) -> None:
     """Refuse what a method sets that the experiment decides: runs would not be those it lists."""
     for field in fields:
-        if field in _TAKEN or field in block.axes:
+        if field in _TAKEN or field in block.axes or (field == "lr" and block.tune is not None):
             raise UserError(
                 f"a method must leave to the experiment what it compares, got {field!r} from "
                 f"{name!r}; return other fields"

@@ -15,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from gossamer.bench.experiment import Experiment
 from gossamer.bench.matrix import Matrix, Skipped, expand
 from gossamer.bench.store import Store
+from gossamer.bench.trials import Trials
+from gossamer.bench.tuning import Study
 from gossamer.engine.parts import REGISTRIES
 from gossamer.errors import UserError
 from gossamer.records import Started
@@ -41,6 +43,8 @@ class PlannedRun(BaseModel):
     engine: str
     seed: int
     num_steps: int
+    lr: float | None = None
+    validation_share: float = 0.0
     parts: dict[str, str]
     """The fields that name a part."""
 
@@ -62,12 +66,15 @@ class PlannedRuns(BaseModel):
 
     runs: list[PlannedRun]
     skipped: list[Skipped] = []
+    studies: list[Study] = []
 
 
 def planned_runs(matrix: Matrix) -> PlannedRuns:
     """Return what readers need of an experiment's runs."""
     return PlannedRuns(
-        runs=[_planned(spec.id, spec.model_dump()) for spec in matrix.runs], skipped=matrix.skipped
+        runs=[_planned(spec.id, spec.model_dump()) for spec in matrix.runs],
+        skipped=matrix.skipped,
+        studies=matrix.studies,
     )
 
 
@@ -89,7 +96,7 @@ def read_planned(store: Store, experiment: Experiment) -> PlannedRuns | None:
             ) from None
     if any(map(is_plugin, _parts(experiment.model_dump(exclude={"text"})))):
         return None
-    return planned_runs(expand(experiment))
+    return planned_runs(expand(experiment, Trials(store).outcomes()))
 
 
 def recorded_runs(store: Store) -> PlannedRuns:
@@ -114,6 +121,8 @@ def _planned(run_id: str, fields: Mapping[str, Any]) -> PlannedRun:
         engine=fields.get("engine", ""),
         seed=fields.get("seed", 0),
         num_steps=min(num_steps, fields.get("max_steps") or sys.maxsize),
+        lr=fields.get("lr"),
+        validation_share=fields.get("validation_share", 0.0),
         parts=parts,
     )
 

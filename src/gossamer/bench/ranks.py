@@ -13,8 +13,9 @@ import itertools
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from gossamer.bench.planned import planned_runs
 from gossamer.bench.recording import checkpointing, record_run
 from gossamer.bench.runner import Listener, is_pending
 from gossamer.bench.store import Store
+from gossamer.bench.trials import Trials
 from gossamer.engine import Checkpointing, RunSpec
 from gossamer.engine.checkpoints import EVERY_S
 from gossamer.engine.distributed import train_rank
@@ -34,6 +36,8 @@ from gossamer.errors import UserError
 from gossamer.records import Record
 
 _log = logging.getLogger(__name__)
+
+_Value = TypeVar("_Value")
 
 
 def under_torchrun() -> bool:
@@ -65,36 +69,51 @@ def run_as_rank(
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    size, first = dist.get_world_size(), dist.get_rank() == 0
-    matrix = expand(experiment)
-    runs = matrix.runs
+    first = dist.get_rank() == 0
+    trials = Trials(store)
+    matrix = expand(experiment, _from_first(trials.outcomes() if first else None))
+    ours = _ours(experiment, matrix.runs)
+    if first and len(ours) < len(matrix.runs):
+        left_out, size = len(matrix.runs) - len(ours), dist.get_world_size()
+        _log.warning("%d runs are simulated or not on %d workers: left out", left_out, size)
+    norms_mb = affordable(experiment.norms_mb) if first else 0.0  # the others write nothing
+    begun: set[str] = set()
+    planned = planned_runs(matrix).model_dump_json()
+    with store.locked(experiment.text, planned) if first else contextlib.nullcontext():
+        while ours:
+            ids = _gather([spec.id for spec in ours])
+            flags = [first and is_pending(store, spec, retry=retry) for spec in ours]
+            pending = list(itertools.compress(ours, _from_first(flags)))
+            if first:
+                listener.planned(pending, len(begun) + len(ours) - len(pending))
+            for spec in pending:
+                where = checkpointing(store, spec, checkpoint_s)
+                of_run_mb = 0.0 if spec.validation_share else norms_mb
+                train = partial(_train, spec, of_run_mb, where, ids[spec.id])
+                if first:
+                    _lead(spec, store, listener, train)
+                else:
+                    deque(train(), maxlen=0)
+                dist.barrier()  # the records are on the disk
+                store.drop_checkpoint(spec.id)
+            begun |= {spec.id for spec in ours}
+            matrix = expand(experiment, _from_first(trials.outcomes() if first else None))
+            ours = [spec for spec in _ours(experiment, matrix.runs) if spec.id not in begun]
+            if first:
+                store.plan(planned_runs(matrix).model_dump_json())
+    dist.destroy_process_group()
+
+
+def _ours(experiment: Experiment, runs: Sequence[RunSpec]) -> list[RunSpec]:
+    """Return the runs that the ranks which are there can do."""
+    size = dist.get_world_size()
     ours = [spec for spec in runs if spec.engine == "distributed" and spec.workers == size]
     if not ours:
         raise UserError(
             f"on {size} ranks, {experiment.name} must have distributed runs on {size} workers, got "
             "none; start as many ranks as a run has workers"
         )
-    if first and len(ours) < len(runs):
-        left_out = len(runs) - len(ours)
-        _log.warning("%d runs are simulated or not on %d workers: left out", left_out, size)
-    ids = _gather([spec.id for spec in ours])
-    norms_mb = affordable(experiment.norms_mb) if first else 0.0  # the others write nothing
-    planned = planned_runs(matrix).model_dump_json()
-    with store.locked(experiment.text, planned) if first else contextlib.nullcontext():
-        flags = [first and is_pending(store, spec, retry=retry) for spec in ours]
-        pending = list(itertools.compress(ours, _broadcast(flags)))
-        if first:
-            listener.planned(pending, len(ours) - len(pending))
-        for spec in pending:
-            where = checkpointing(store, spec, checkpoint_s)
-            train = partial(_train, spec, norms_mb, where, ids[spec.id])
-            if first:
-                _lead(spec, store, listener, train)
-            else:
-                deque(train(), maxlen=0)
-            dist.barrier()  # the records are on the disk
-            store.drop_checkpoint(spec.id)
-    dist.destroy_process_group()
+    return ours
 
 
 def _gather(ids: list[str]) -> dict[str, list[str]]:
@@ -136,8 +155,8 @@ def _lead(
         raise outcome.failure
 
 
-def _broadcast(flags: list[bool]) -> list[bool]:
-    """Return the flags that rank 0 has."""
-    numbers = torch.tensor(flags, dtype=torch.int)
-    dist.broadcast(numbers, src=0)
-    return [bool(number) for number in numbers]
+def _from_first(value: _Value) -> _Value:
+    """Return what rank 0 has: it alone reads and writes records."""
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]

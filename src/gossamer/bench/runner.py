@@ -7,7 +7,7 @@ import multiprocessing
 import signal
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
@@ -22,6 +22,7 @@ from gossamer.bench.norms import affordable
 from gossamer.bench.planned import planned_runs
 from gossamer.bench.store import Store, StoreError
 from gossamer.bench.threads import count_cores, threads_per_run, variables_of_runs
+from gossamer.bench.trials import Trials
 from gossamer.engine import RunSpec
 from gossamer.engine.checkpoints import EVERY_S
 from gossamer.engine.environment import environment
@@ -40,7 +41,7 @@ class Listener(Protocol):
     """Who is told how an experiment goes on."""
 
     def planned(self, runs: Sequence[RunSpec], done: int) -> None:
-        """So many runs are to come, and so many have ended before."""
+        """So many runs are to come, and so many have ended before; again where more follow."""
         ...
 
     def started(self, spec: RunSpec) -> None:
@@ -75,15 +76,9 @@ def run_experiment(
         retry: run those again that failed; what is known of them is kept.
         checkpoint_s: seconds between two checkpoints of a run; 0 for none.
     """
-    matrix = expand(experiment)
-    runs = matrix.runs
-    with store.locked(experiment.text, planned_runs(matrix).model_dump_json()):
-        store.drop_checkpoints([spec.id for spec in runs if is_pending(store, spec, retry=True)])
-        pending = [spec for spec in runs if is_pending(store, spec, retry=retry)]
-        for spec in pending:
-            store.set_aside(spec.id)
-        listener.planned(pending, len(runs) - len(pending))
-        cores = count_cores()
+    cores = count_cores()
+
+    def run(pending: Sequence[RunSpec]) -> None:
         for engine, most in (("simulated", jobs or cores), ("distributed", 1)):
             chosen = deque(spec for spec in pending if spec.engine == engine)
             if chosen:
@@ -92,6 +87,29 @@ def run_experiment(
                 threads = threads_per_run(most if engine == "simulated" else cores)
                 budget = _budget(most, threads, experiment.norms_mb, checkpoint_s)
                 _Pool(store, listener, most, budget, experiment.timeout_s).run(chosen)
+
+    trials = Trials(store)
+    matrix = expand(experiment, trials.outcomes())
+    with store.locked(experiment.text, planned_runs(matrix).model_dump_json()):
+        begun: set[str] = set()
+        while pending := _pending(store, matrix.runs, begun, retry=retry):
+            store.drop_checkpoints([s.id for s in matrix.runs if is_pending(store, s, retry=True)])
+            for spec in pending:
+                store.set_aside(spec.id)
+            listener.planned(pending, len(matrix.runs) - len(pending))
+            run(pending)
+            begun |= {spec.id for spec in pending}
+            matrix = expand(experiment, trials.outcomes())
+            store.plan(planned_runs(matrix).model_dump_json())
+        if not begun:
+            listener.planned([], len(matrix.runs))
+
+
+def _pending(
+    store: Store, runs: Sequence[RunSpec], begun: Container[str], *, retry: bool
+) -> list[RunSpec]:
+    """Return what is still to be done; each run begins once, however it ends."""
+    return [s for s in runs if s.id not in begun and is_pending(store, s, retry=retry)]
 
 
 def _budget(jobs: int, threads: int, norms_mb: float, checkpoint_s: float) -> child.Budget:

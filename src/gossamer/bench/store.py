@@ -108,6 +108,11 @@ class Store:
                     _replace(self._planned, plan)
             yield
 
+    def plan(self, text: str) -> None:
+        """Say which runs the experiment has, where that is known only as it goes on."""
+        with _explained(self.folder):
+            _replace(self._planned, text)
+
     @property
     def experiment_path(self) -> Path:
         """Where the text of the experiment is kept."""

@@ -72,27 +72,31 @@ def expand_command(
     """List the runs of an experiment, and about how long they take.
 
     How long is known from records of runs of the same
-    kind, and else measured with --estimate.
+    kind, and else measured with --estimate. Where learning
+    rates are tuned, runs are those known so far: --out tells.
 
     Examples:
     $ gossamer bench expand experiments/digits-1008.toml
     $ gossamer bench expand mine.toml --estimate --json
     """
     from gossamer.bench import Store, expand, load
+    from gossamer.bench.trials import Trials
+    from gossamer.cli.studies import show_studies
 
     _use_data(data_dir)
     experiment = load(file)
-    matrix = expand(experiment)
+    store = Store(out or Path("results") / experiment.name)
+    matrix = expand(experiment, Trials(store).outcomes())
     if as_json:
         for spec in matrix.runs:
             show_json("run", _facts(spec))
-        _print_skipped_json(matrix)
+        _print_rest_json(matrix)
     else:
         show(_runs_table(experiment.name, matrix.runs))
         for skipped in matrix.skipped:
             show(f"skipped: {escape(skipped.reason)}")
+        show_studies(matrix.studies)
     if estimate is not False:
-        store = Store(out or Path("results") / experiment.name)
         _print_estimate(matrix.runs, jobs, store, measure=bool(estimate), as_json=as_json)
 
 
@@ -207,8 +211,14 @@ def _runs_table(name: str, runs: list[RunSpec]) -> Table:
         justify = "right" if isinstance(value, int) else "left"
         table.add_column(heading, justify=justify, no_wrap=heading == "id", overflow="fold")
     for spec in runs:
-        table.add_row(*map(escape, map(str, _facts(spec).values())))
+        table.add_row(*(escape(_cell(value)) for value in _facts(spec).values()))
     return table
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else ""
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _facts(spec: RunSpec | PlannedRun) -> dict[str, Any]:
@@ -223,6 +233,8 @@ def _facts(spec: RunSpec | PlannedRun) -> dict[str, Any]:
         "engine": spec.engine,
         "seed": spec.seed,
         "steps": spec.num_steps,
+        "lr": spec.lr,
+        "trial": bool(spec.validation_share),
     }
 
 
@@ -256,6 +268,7 @@ def _print_status(store: Store, *, as_json: bool) -> None:
     from gossamer.bench import load
     from gossamer.bench.planned import UNKNOWN, read_planned, recorded_runs
     from gossamer.cli.progress import result, title
+    from gossamer.cli.studies import show_studies
     from gossamer.engine import Checkpointing
 
     experiment = load(store.experiment_path)
@@ -281,7 +294,7 @@ def _print_status(store: Store, *, as_json: bool) -> None:
             how |= {"train_s": ended.train_s, "reason": ended.reason} if ended else {}
             how |= {"checkpoint": saved[spec.id]} if saved[spec.id] else {}
             show_json("run", _facts(spec) | {"status": statuses[spec.id]} | how)
-        _print_skipped_json(planned)
+        _print_rest_json(planned)
         return
     counts = Counter(statuses[spec.id] for spec in planned.runs)
     counts["skipped"] = len(planned.skipped)
@@ -295,19 +308,24 @@ def _print_status(store: Store, *, as_json: bool) -> None:
             show(escape(f"{damages[spec.id]}; it will be run again"))
         if step := saved[spec.id]:
             show(escape(f"{title(spec)}: has a checkpoint, step {step} of {spec.num_steps}"))
+    show_studies(planned.studies)
     if counts["error"] or counts["timeout"]:
         show("run it with --retry to try those again")
 
 
-def _print_skipped_json(planned: Matrix | PlannedRuns) -> None:
+def _print_rest_json(planned: Matrix | PlannedRuns) -> None:
     for skipped in planned.skipped:
         show_json("skipped", {"fields": skipped.fields, "reason": skipped.reason})
+    for study in planned.studies:
+        show_json("study", study.model_dump())
 
 
 def _exit_where_failed(experiment: Experiment, store: Store) -> None:
     from gossamer.bench import expand
+    from gossamer.bench.trials import Trials
 
-    ends = [store.ended(spec.id) for spec in expand(experiment).runs]
+    runs = expand(experiment, Trials(store).outcomes()).runs
+    ends = [store.ended(spec.id) for spec in runs]
     if any(ended is None or ended.status in ("error", "timeout") for ended in ends):
         sys.exit(1)
 

@@ -41,7 +41,8 @@ def title(spec: RunSpec | PlannedRun) -> str:
     """Return what a user calls a run."""
     name = spec.method or shorten(spec.topology)
     workers = "ranks" if spec.engine == "distributed" else "workers"
-    return f"{shorten(spec.workload)} {name}, {spec.workers} {workers}, seed {spec.seed}"
+    trial = f", trial of lr {spec.lr:g}" if spec.validation_share else ""
+    return f"{shorten(spec.workload)} {name}, {spec.workers} {workers}, seed {spec.seed}{trial}"
 
 
 def result(spec: RunSpec | PlannedRun, ended: Ended, score: str = "") -> str:
@@ -91,7 +92,7 @@ class _Bars:
             TimeRemainingColumn(),
             console=Console(stderr=True, highlight=False, emoji=False),
         )
-        self._all = TaskID(0)
+        self._all: TaskID | None = None
         self._bars: dict[str, TaskID] = {}
 
     def __enter__(self) -> _Bars:
@@ -102,8 +103,9 @@ class _Bars:
         self._progress.stop()
 
     def planned(self, runs: Sequence[RunSpec], done: int) -> None:
-        total = done + len(runs)
-        self._all = self._progress.add_task("[bold]all runs", total=total, completed=done)
+        if self._all is None:
+            self._all = self._progress.add_task("[bold]all runs")
+        self._progress.update(self._all, total=done + len(runs), completed=done)
 
     def started(self, spec: RunSpec) -> None:
         self._bars[spec.id] = self._progress.add_task(escape(title(spec)), total=spec.num_steps)
@@ -113,5 +115,6 @@ class _Bars:
 
     def ended(self, spec: RunSpec, ended: Ended, metric: float | None) -> None:
         self._progress.remove_task(self._bars.pop(spec.id))
-        self._progress.advance(self._all)
+        if self._all is not None:
+            self._progress.advance(self._all)
         self._progress.print(escape(result(spec, ended, _score(spec, metric))))

@@ -24,7 +24,7 @@ class Batches:
 
     def __init__(self, spec: RunSpec, workers: Sequence[int]) -> None:
         self._workers = workers
-        self.data = spec.make_workload().load()
+        self.data = spec.load_data()
         self._transform = spec.make_workload().transform
         self._dtype = DTYPES[spec.dtype]
         self._seed = spec.seed

@@ -42,7 +42,7 @@ from gossamer.optim import DiLoCo
 from gossamer.records import WorkloadFacts
 from gossamer.registry import Part, PlugInError, calls
 from gossamer.topology import Schedule
-from gossamer.workloads import Workload
+from gossamer.workloads import Data, Workload
 
 CENTRALIZED = "centralized"
 """In place of a topology: gradients are averaged over all workers, which hold one model."""
@@ -132,6 +132,10 @@ class RunSpec(BaseModel):
     """Test samples of an evaluation on the way, the same ones in all runs; 0 for all of them. The
     last evaluation is on all."""
 
+    validation_share: float = Field(default=0.0, ge=0, lt=1)
+    """Training samples that are held back and evaluated on, in place of the test samples, which
+    such a run never sees; 0 for none. As many steps are taken as without."""
+
     @model_validator(mode="before")
     @classmethod
     def _take_recipe(cls, given: dict[str, Any]) -> dict[str, Any]:
@@ -195,6 +199,8 @@ class RunSpec(BaseModel):
         fields = self.model_dump(exclude={"method"})
         if self.evaluate_samples == self.make_workload().recipe.evaluate_samples:
             del fields["evaluate_samples"]  # runs of before it was a field keep their ids
+        if not self.validation_share:
+            del fields["validation_share"]  # as well
         if self.optimizer in OPTIMIZER_VERSIONS:
             fields["optimizer_version"] = OPTIMIZER_VERSIONS[self.optimizer]
         fields["optimizer_options"] = {  # 1 and 1.0 are one setting
@@ -264,6 +270,11 @@ class RunSpec(BaseModel):
     def make_workload(self) -> Workload:
         """Return what is trained."""
         return workloads.find(self.workload)
+
+    def load_data(self) -> Data:
+        """Return what it learns from and is judged by."""
+        data = self.make_workload().load()
+        return data.with_validation(self.validation_share) if self.validation_share else data
 
     @property
     def workload_facts(self) -> WorkloadFacts:

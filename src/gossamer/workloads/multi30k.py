@@ -64,6 +64,10 @@ class Corpus(NamedTuple):
     """Of the target language, by number."""
 
     references: list[str]
+    """Of the test."""
+
+    train_references: list[str]
+    """Of the training samples: a part of them may stand for the test."""
 
 
 def _smoothed_loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -81,7 +85,7 @@ def _bleu(model: nn.Module, data: Data) -> float:
         sources = data.test_inputs[chosen][:, :_LENGTH]
         tokens = cast("Translator", model).translate(sources, _BEGIN, _END)
         hypotheses += [" ".join(_sentence(row, corpus.words)) for row in tokens.tolist()]
-    references = corpus.references
+    references = corpus.train_references if data.validation else corpus.references
     if data.test_samples is not None:
         references = [references[sample] for sample in data.test_samples.tolist()]
     return float(corpus_bleu(hypotheses, [references], lowercase=True).score)
@@ -118,7 +122,7 @@ def read_multi30k(folder: Path, num_train: int = _NUM_TRAIN, num_test: int = _NU
         return torch.cat((sources, begin, targets[:, :-1]), 1), targets
 
     data = Data(*pack("train"), *pack("test_2016_flickr"))
-    return Corpus(data, german, lines["test_2016_flickr", "de"])
+    return Corpus(data, german, lines["test_2016_flickr", "de"], lines["train", "de"])
 
 
 def _frequent_words(sentences: list[list[str]]) -> list[str]:

@@ -7,9 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias, final
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
+from gossamer.errors import UserError
+
 Options: TypeAlias = dict[str, float | bool | tuple[float, ...]]
+
+_SPLIT_SEED = 0
+"""Of the choice of validation samples, which is the same in all runs, whatever their seed."""
 
 
 class Samples(Protocol):
@@ -38,6 +44,10 @@ class Data:
     test_samples: Tensor | None = None
     """Which of the published test samples are here; None for all of them."""
 
+    validation: bool = False
+    """Whether a part of the training samples stands for the test; ``test_samples`` are then their
+    numbers among those."""
+
     def with_tests(self, chosen: Tensor) -> Data:
         """Return the same with some of its test samples alone, by their numbers."""
         return replace(
@@ -45,6 +55,31 @@ class Data:
             test_inputs=_choose(self.test_inputs, chosen),
             test_targets=_choose(self.test_targets, chosen),
             test_samples=chosen if self.test_samples is None else self.test_samples[chosen],
+        )
+
+    def with_validation(self, share: float) -> Data:
+        """Return the training samples in two parts; the test samples are not in it any more.
+
+        Args:
+            share: of the training samples that stand for the test; which is the same every time.
+        """
+        num = len(self.train_targets)
+        held = round(share * num)
+        if not 0 < held < num:
+            raise UserError(
+                f"a validation split needs a sample or more on both sides, got {held} of {num} "
+                f"samples; choose another share than {share:g}"
+            )
+        order = torch.from_numpy(np.random.default_rng(_SPLIT_SEED).permutation(num))
+        chosen, rest = order[:held].sort().values, order[held:].sort().values
+        return Data(
+            _choose(self.train_inputs, rest),
+            _choose(self.train_targets, rest),
+            _choose(self.train_inputs, chosen),
+            _choose(self.train_targets, chosen),
+            None if self.labels is None else self.labels[rest],
+            test_samples=chosen,
+            validation=True,
         )
 
 

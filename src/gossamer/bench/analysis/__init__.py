@@ -22,6 +22,7 @@ from gossamer.bench.analysis.observations import (
     run_dispersion,
 )
 from gossamer.bench.analysis.tabulate import MEASURES, Tables, tabulate
+from gossamer.bench.analysis.tuned import sensitivity, tuning
 from gossamer.bench.store import Story
 
 __all__ = ["MEASURES", "PHASES", "Analysis", "Tables", "analyse", "analyse_tables", "tabulate"]
@@ -34,6 +35,9 @@ class Analysis(NamedTuple):
     steps: pl.DataFrame
     evaluations: pl.DataFrame
     dispersion: pl.DataFrame
+    trials: pl.DataFrame
+    """Runs that were to find a learning rate; of all others but the last two they are no part."""
+
     dispersion_by_phase: pl.DataFrame
     """By run, phase and tensor."""
 
@@ -47,6 +51,15 @@ class Analysis(NamedTuple):
     fits: pl.DataFrame
     graph_ranks: pl.DataFrame
     crossovers: pl.DataFrame
+    sensitivity: pl.DataFrame
+    """By method and learning rate, where it was tuned."""
+
+    tuning: pl.DataFrame
+
+    @property
+    def all_runs(self) -> pl.DataFrame:
+        """What is compared, and trials."""
+        return pl.concat([self.runs, self.trials])
 
 
 def analyse(stories: Iterable[Story]) -> Analysis:
@@ -60,6 +73,7 @@ def analyse_tables(measured: Tables) -> Analysis:
     of_phases = phase_dispersion(measured)
     of_runs = run_dispersion(of_phases)
     results, gaps = summary(runs), differences(runs)
+    curves = sensitivity(measured.trials)
     return Analysis(
         *measured,
         of_phases,
@@ -71,4 +85,6 @@ def analyse_tables(measured: Tables) -> Analysis:
         fits(runs, of_runs),
         graph_ranks(runs, of_phases),
         crossovers(measured),
+        curves,
+        tuning(curves, results),
     )

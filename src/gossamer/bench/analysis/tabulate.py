@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ import polars as pl
 
 from gossamer import workloads
 from gossamer.bench.store import Story
+from gossamer.bench.tuning import is_trial
 from gossamer.engine import CENTRALIZED
 from gossamer.engine.spec import facts_of, make_schedule
 from gossamer.errors import UserError
@@ -43,6 +45,10 @@ class Tables(NamedTuple):
     dispersion: pl.DataFrame
     """One row per run, step and tensor, with the four measures."""
 
+    trials: pl.DataFrame
+    """Runs that were to find a learning rate, as in ``runs``; of all other tables they are no
+    part."""
+
 
 class RunRows(NamedTuple):
     """The rows of one run."""
@@ -74,6 +80,7 @@ def rows_of(story: Story, planned: Mapping[str, str] | None = None) -> RunRows |
     # The id of a run leaves it out where it is the recipe's, so records of before it was a field
     # are of the same run.
     spec.setdefault("evaluate_samples", workload.evaluate_samples)
+    spec.setdefault("validation_share", 0.0)
     steps = [record for record in story.records if isinstance(record, Step)]
     looks = [record for record in story.records if isinstance(record, Evaluation)]
     evaluations = _evaluations(story.run_id, looks, workload)
@@ -102,18 +109,39 @@ def join(rows: Sequence[RunRows], names: Mapping[str, str]) -> Tables:
     for spec, of_run in zip(specs, rows, strict=True):
         method = names.get(of_run.run["run_id"]) or spec["method"]
         spec["method"] = method or shorten(spec["topology"])
+    trials = [is_trial(spec) for spec in specs]
+    _forget_rates(specs, trials)
     own = zip(_labels(specs), _workload_labels(specs), _twins(specs), strict=True)
     runs = [
         {key: value for key, value in of_run.run.items() if key != "spec"}
         | {"method": label, "workload": workload, "twin": twin}
         for of_run, (label, workload, twin) in zip(rows, own, strict=True)
     ]
+    compared = [not trial for trial in trials]
+    kept = list(itertools.compress(rows, compared))
     return Tables(
-        pl.DataFrame(runs, schema=_RUN_SCHEMA),
-        _concat([of_run.steps for of_run in rows], _STEP_SCHEMA),
-        _concat([of_run.evaluations for of_run in rows], _EVALUATION_SCHEMA),
-        _concat([of_run.dispersion for of_run in rows], _DISPERSION_SCHEMA),
+        pl.DataFrame(list(itertools.compress(runs, compared)), schema=_RUN_SCHEMA),
+        _concat([of_run.steps for of_run in kept], _STEP_SCHEMA),
+        _concat([of_run.evaluations for of_run in kept], _EVALUATION_SCHEMA),
+        _concat([of_run.dispersion for of_run in kept], _DISPERSION_SCHEMA),
+        pl.DataFrame(list(itertools.compress(runs, trials)), schema=_RUN_SCHEMA),
     )
+
+
+def _forget_rates(specs: Sequence[dict[str, Any]], trials: Sequence[bool]) -> None:
+    """Make trials, and the runs at the rate that they found, those of one method.
+
+    Its rate was chosen and does not tell it from others, whatever it is at another setting.
+    """
+
+    def alike(spec: Mapping[str, Any]) -> str:
+        apart = ("lr", "seed", "validation_share")
+        return repr(sorted((k, v) for k, v in spec.items() if k not in apart))
+
+    tuned = {alike(spec) for spec in itertools.compress(specs, trials)}
+    for spec in specs:
+        if alike(spec) in tuned:
+            spec |= {"lr": None, "validation_share": 0.0}
 
 
 def schedule_of(spec: Mapping[str, Any]) -> Schedule | None:
@@ -139,6 +167,7 @@ def _run(
         "centralized": spec["topology"] == CENTRALIZED,
         "order": spec["order"],
         "control": shorten(spec["control"]),
+        "lr": spec["lr"],
         "metric": workload.metric_name,
         "higher_is_better": workload.higher_is_better,
         "status": ended.status if ended else "damaged" if story.damage else "unfinished",
@@ -219,6 +248,7 @@ _RUN_SCHEMA: dict[str, Any] = {
     "centralized": pl.Boolean,
     "order": pl.String,
     "control": pl.String,
+    "lr": pl.Float64,
     "metric": pl.String,
     "higher_is_better": pl.Boolean,
     "twin": pl.Boolean,

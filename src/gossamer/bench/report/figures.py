@@ -16,8 +16,10 @@ import polars as pl
 from gossamer.bench.analysis import MEASURES, PHASES, Analysis
 from gossamer.bench.analysis.comparison import SETTING, mean_curves
 from gossamer.bench.analysis.observations import LEAST
+from gossamer.bench.report.figure import Figure, series
 from gossamer.bench.report.style import Style, styles
 from gossamer.bench.report.traces import Trace, band, line, mark, numbers, points, thin
+from gossamer.bench.report.tuning_figures import sensitivity_figure
 
 _TENSORS = 6
 """The most tensors whose dispersion can be looked at one by one."""
@@ -35,25 +37,6 @@ _ROLES: dict[str, str] = {
 }
 
 
-class Figure(NamedTuple):
-    """What is drawn, in all its filters at once."""
-
-    name: str
-    title: str
-    reading: str
-    """How to read it, a sentence or two."""
-
-    traces: list[Trace]
-    axes: dict[str, Any]
-    """Plotly's ``xaxis`` and ``yaxis``."""
-
-    faceted: bool = True
-    """Whether scales are drawn side by side."""
-
-    choices: dict[str, dict[str, str]] = {}  # noqa: RUF012 - never changed
-    """What can be chosen in the figure: for each choice its options and what they are called."""
-
-
 def method_styles(runs: pl.DataFrame) -> dict[str, Style]:
     """Return the look of every method of an experiment, in the order of its list."""
     named = runs.select("method", "centralized").unique(maintain_order=True)
@@ -68,7 +51,7 @@ def figures(analysis: Analysis, norms: pl.DataFrame | None = None) -> list[Figur
         analysis: the tables.
         norms: how norms are spread over workers, by run, step and tensor, where that is known.
     """
-    look = method_styles(analysis.runs)
+    look = method_styles(analysis.all_runs)
     shown = _shown(analysis.runs)
     on_processes = shown.filter(pl.col("engine") == "distributed")
     drawn = [
@@ -82,6 +65,7 @@ def figures(analysis: Analysis, norms: pl.DataFrame | None = None) -> list[Figur
         _decisions(analysis, shown, look),
         _curves(analysis, shown, look, _BYTES),
         _curves(analysis, on_processes, look, _SECONDS),
+        sensitivity_figure(analysis, look),
     ]
     return [figure for figure in drawn if figure.traces]
 
@@ -190,7 +174,7 @@ def _curves(
 ) -> Figure:
     traces: list[Trace] = []
     metrics = _metrics(analysis)
-    for (workload, workers, method), curve in _series(mean_curves(analysis.evaluations, runs)):
+    for (workload, workers, method), curve in series(mean_curves(analysis.evaluations, runs)):
         for role in _ROLES:
             kept = thin(curve.filter(pl.col(role).is_not_null()))
             if kept.is_empty():
@@ -212,7 +196,7 @@ def _connections(analysis: Analysis, look: dict[str, Style]) -> Figure:
     done = done.filter(pl.col("connections").is_not_null())
     x_name = "neighbours heard per step"
     traces: list[Trace] = []
-    for (workload, workers, method), group in _series(done):
+    for (workload, workers, method), group in series(done):
         meta = mark(workload, workers, method, x_name, group["metric"][0])
         trace = points(
             look[method],
@@ -238,7 +222,7 @@ def _accuracy_by_dispersion(analysis: Analysis, look: dict[str, Style]) -> Figur
     done = analysis.runs.filter(pl.col("final").is_not_null(), ~pl.col("centralized"))
     joined = analysis.dispersion_by_run.join(done, on="run_id", maintain_order="left")
     traces: list[Trace] = []
-    for (workload, workers, method), group in _series(joined):
+    for (workload, workers, method), group in series(joined):
         for (phase,), part in group.group_by(["phase"], maintain_order=True):
             for measure, x_name in MEASURES.items():
                 chosen = {"measure": measure, "phase": str(phase)}
@@ -293,9 +277,9 @@ def _dispersion_by_step(analysis: Analysis, shown: pl.DataFrame, look: dict[str,
     joined = analysis.dispersion.join(named, on="run_id", maintain_order="left").with_columns(
         pl.col(list(MEASURES)).clip(lower_bound=LEAST).log10()
     )
-    series = shown.select(*SETTING, "method").n_unique()
+    num_series = shown.select(*SETTING, "method").n_unique()
     tensors: list[str] = []
-    if series <= _MANY_SERIES:
+    if num_series <= _MANY_SERIES:
         tensors = joined["tensor"].unique(maintain_order=True).to_list()[:_TENSORS]
     options = {"all": "all tensors", **{name: name for name in tensors}}
     traces: list[Trace] = []
@@ -304,7 +288,7 @@ def _dispersion_by_step(analysis: Analysis, shown: pl.DataFrame, look: dict[str,
         by_step = part.group_by([*SETTING, "method", "step"], maintain_order=True).agg(
             pl.col(list(MEASURES)).mean()
         )
-        for (workload, workers, method), curve in _series(by_step):
+        for (workload, workers, method), curve in series(by_step):
             kept = thin(curve.sort("step"))
             for measure, y_name in MEASURES.items():
                 chosen = {"measure": measure, "tensor": tensor}
@@ -336,7 +320,7 @@ def _norms(norms: pl.DataFrame, shown: pl.DataFrame, look: dict[str, Style]) -> 
     tensors = tensors[: _TENSORS if len(first) <= _MANY_SERIES else 1]
     traces: list[Trace] = []
     for tensor in tensors:
-        for (workload, workers, method), curve in _series(joined.filter(tensor=tensor)):
+        for (workload, workers, method), curve in series(joined.filter(tensor=tensor)):
             kept = curve.sort("step")
             steps, middle = kept["step"], kept["median"]
             curves = {"range": (kept["largest"] - kept["least"]) / middle, "median": middle}
@@ -359,7 +343,7 @@ def _norms(norms: pl.DataFrame, shown: pl.DataFrame, look: dict[str, Style]) -> 
 def _distance(analysis: Analysis, shown: pl.DataFrame, look: dict[str, Style]) -> Figure:
     traces: list[Trace] = []
     mixing = shown.filter(~pl.col("centralized"))
-    for (workload, workers, method), curve in _series(_mean_steps(analysis, mixing)):
+    for (workload, workers, method), curve in series(_mean_steps(analysis, mixing)):
         kept = thin(curve.filter(pl.col("distance") > 0))
         meta = mark(workload, workers, method, "steps", "consensus distance Ξ")
         if (kept["runs"] > 1).any():
@@ -387,7 +371,7 @@ _DECISIONS = {
 def _decisions(analysis: Analysis, shown: pl.DataFrame, look: dict[str, Style]) -> Figure:
     traces: list[Trace] = []
     deciding = _mean_steps(analysis, shown.filter(~pl.col("centralized")))
-    for (workload, workers, method), curve in _series(deciding):
+    for (workload, workers, method), curve in series(deciding):
         controlled = curve["target"].is_not_null().any()
         if curve["degree"].n_unique() == 1 and curve["rounds"].n_unique() == 1 and not controlled:
             continue
@@ -414,13 +398,6 @@ def _decisions(analysis: Analysis, shown: pl.DataFrame, look: dict[str, Style]) 
 
 
 # - Parts
-
-
-def _series(frame: pl.DataFrame) -> Iterator[tuple[tuple[str, int, str], pl.DataFrame]]:
-    for (workload, workers, method), group in frame.group_by(
-        [*SETTING, "method"], maintain_order=True
-    ):
-        yield (str(workload), int(str(workers)), str(method)), group
 
 
 def _metrics(analysis: Analysis) -> dict[str, str]:

@@ -60,6 +60,7 @@ def content(results: Results) -> dict[str, Any]:
             ranks=_mean_ranks(analysis),
             correlations=_correlations(analysis),
             graphs=_graphs(results),
+            trial_facts=_trial_facts(results),
             most=_MOST_ROWS,
             measures=MEASURES,
             half=words.half,
@@ -70,7 +71,7 @@ def content(results: Results) -> dict[str, Any]:
 
 
 def _data(analysis: Analysis, drawn: list[Figure]) -> Markup:
-    runs = analysis.runs
+    runs = analysis.all_runs
     data = {
         "workloads": runs["workload"].unique(maintain_order=True).to_list(),
         "scales": {
@@ -127,10 +128,27 @@ def _mean_ranks(analysis: Analysis) -> list[dict[str, Any]]:
     return rows
 
 
+def _trial_facts(results: Results) -> str:
+    """Return with which seeds methods were tuned, and on what."""
+    trials = results.analysis.trials
+    if trials.is_empty():
+        return ""
+    shares = {results.specs[run_id]["validation_share"] for run_id in trials["run_id"]}
+    told = f"Trials have {_seeds(trials)} and are judged by "
+    told += f"{words.listed([f'{100 * s:g} %' for s in sorted(shares)])} of the training samples."
+    final = results.analysis.runs
+    return told if final.is_empty() else f"{told} What is compared has {_seeds(final)}."
+
+
+def _seeds(runs: pl.DataFrame) -> str:
+    seeds = sorted(set(runs["seed"].to_list()))
+    return f"the seed{'s'[len(seeds) == 1 :]} {words.listed([str(seed) for seed in seeds])}"
+
+
 def _graphs(results: Results) -> list[dict[str, Any]]:
     """Return a drawing for each graph: of its first step, and of the last where it has changed."""
     tiles: dict[tuple[int, str], dict[str, Any]] = {}
-    look = method_styles(results.analysis.runs)
+    look = method_styles(results.analysis.all_runs)
     for row in results.analysis.runs.iter_rows(named=True):
         key = (row["workers"], row["method"])
         needless = row["centralized"] or row["twin"]

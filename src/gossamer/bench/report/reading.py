@@ -127,7 +127,7 @@ class Reader:
         }
         rows = [kept.rows for kept in chosen.values() if kept.rows]
         analysis = analyse_tables(join(_in_order(rows, list(planned)), planned))
-        counts = Counter(analysis.runs["status"].to_list())
+        counts = Counter(analysis.all_runs["status"].to_list())
         counts["damaged"] += sum(kept.rows is None for kept in chosen.values())
         counts["to do"] = len(planned.keys() - chosen.keys())
         skipped = plan.skipped if plan else []
@@ -204,7 +204,9 @@ def _problems(analysis: Analysis, chosen: dict[str, _Kept]) -> list[Problem]:
         for run_id, kept in chosen.items()
         if kept.rows is None
     ]
-    for row in analysis.runs.iter_rows(named=True):
+    # A trial that diverged is an answer.
+    failed = analysis.trials.filter(pl.col("status") != "diverged")
+    for row in pl.concat([analysis.runs, failed]).iter_rows(named=True):
         if row["status"] != "done":
             reason = row["damage"] or "".join(row["reason"].strip().splitlines()[-1:])
             if row["status"] == "unfinished":

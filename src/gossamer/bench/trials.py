@@ -1,0 +1,39 @@
+"""What the trials in a folder came to: from it follows which runs an experiment has next."""
+
+from __future__ import annotations
+
+import math
+from typing import final
+
+from gossamer.bench.store import Store
+from gossamer.bench.tuning import Outcomes, is_trial
+from gossamer.records import RESULTS, Evaluation
+
+
+@final
+class Trials:
+    """Reads a folder again and again, and each run that has ended once."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._known: dict[str, float | None] = {}
+        self._others: set[str] = set()
+
+    def outcomes(self) -> Outcomes:
+        """Return what is known now; a trial that failed has no outcome, and may be tried again."""
+        for run_id in self._store.run_ids():
+            if run_id in self._known or run_id in self._others:
+                continue
+            started, ended = self._store.started(run_id), self._store.ended(run_id)
+            if started is None or ended is None:
+                continue
+            if not is_trial(started.spec):
+                self._others.add(run_id)
+            elif ended.status in RESULTS:
+                self._known[run_id] = self._metric(run_id) if ended.status == "done" else None
+        return dict(self._known)
+
+    def _metric(self, run_id: str) -> float | None:
+        records = self._store.read(run_id).records
+        *_, last = [record.average for record in records if isinstance(record, Evaluation)]
+        return last if math.isfinite(last) else None

@@ -1,0 +1,302 @@
+"""Learning rates, tuned with the same trials for every method.
+
+Trials are runs on a part of the training samples, judged by the rest (``validation_share``). All
+methods of a setting try the same rates with the same seeds. While the best rate of any of them is
+the smallest or the largest, all get one more on that side, up to a bound. What is compared in the
+end are other runs: on all training samples, with other seeds, judged by the test.
+
+Which runs there are follows from the experiment and from what trials came to so far, and from
+nothing else: whoever asks again gets the same answer, after any cut.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias, final
+
+from pydantic import BaseModel, ConfigDict
+
+from gossamer.bench.experiment import Tune
+from gossamer.engine import RunSpec
+from gossamer.errors import UserError
+from gossamer.registry import shorten
+
+Outcomes: TypeAlias = Mapping[str, float | None]
+"""What trials came to, by run: the metric of the average model; None for those that diverged."""
+
+WORST = -math.inf
+"""The quality of what diverged."""
+
+
+class Rate(BaseModel):
+    """One learning rate of a method: its trials, and what they came to."""
+
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")
+
+    lr: float
+    trials: list[str]
+    """Runs, one per seed."""
+
+    quality: float | None
+    """Mean over trials of the metric, negated where lower is better; −∞ where one diverged; None
+    where one has no result yet."""
+
+
+class TunedMethod(BaseModel):
+    """What tuning a method came to so far."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    rates: list[Rate]
+    """The same for all methods of a study."""
+
+    best: float | None = None
+    """The rate of its final runs; None while trials are left."""
+
+    edge: str = ""
+    """``lowest`` or ``highest`` where the best is the last rate on that side."""
+
+    diverged: bool = False
+    """Whether no rate was without divergence; the smallest is then taken for the best."""
+
+    final: list[str] = []
+    """Its final runs."""
+
+
+class Study(BaseModel):
+    """The tuning of all methods at one setting."""
+
+    model_config = ConfigDict(frozen=True)
+
+    setting: dict[str, Any]
+    """What all of its runs have in common."""
+
+    given: list[float]
+    """Rates that the experiment asks for; more are added where the best lies on an edge."""
+
+    extensions: int
+    """The most that are added on each side."""
+
+    seeds: list[int]
+    """Of trials."""
+
+    final_seeds: list[int]
+    validation: float
+    """Share of the training samples that trials are judged by."""
+
+    methods: list[TunedMethod]
+
+    @property
+    def over(self) -> bool:
+        """Whether every method has its rate."""
+        return all(method.best is not None for method in self.methods)
+
+
+@final
+class Setting:
+    """Methods that are tuned together: the same rates, seeds and samples for all.
+
+    Args:
+        common: fields of all of its runs.
+        tune: the trials.
+    """
+
+    def __init__(self, common: Mapping[str, Any], tune: Tune) -> None:
+        self._common = {name: value for name, value in common.items() if name != "seed"}
+        self._tune = tune
+        self._runs: dict[str, dict[int, RunSpec]] = {}
+        """By method and seed."""
+
+    @property
+    def key(self) -> str:
+        """What tells it from other settings."""
+        return json.dumps([self._common, self._tune.model_dump()], sort_keys=True)
+
+    def add(self, spec: RunSpec) -> None:
+        """Add a run of a method, at whatever rate."""
+        runs = self._runs.setdefault(spec.method, {})
+        if any(changed(other, {"seed": spec.seed}) != spec for other in runs.values()):
+            raise UserError(
+                "methods that are tuned together must have names of their own, got two that are "
+                f"{spec.method!r}; name them apart"
+            )
+        runs[spec.seed] = spec
+
+    def study(self, outcomes: Outcomes, add: Callable[[RunSpec], str]) -> Study:
+        """Return how far tuning is.
+
+        Args:
+            outcomes: of trials.
+            add: takes every run that is known, trials first, and returns its id.
+        """
+        tune = self._tune
+        trials: dict[str, dict[float, list[str]]] = {method: {} for method in self._runs}
+
+        def quality(method: str, lr: float) -> float | None:
+            first = next(iter(self._runs[method].values()))
+            changes = {"lr": lr, "validation_share": tune.validation}
+            own = [add(changed(first, changes | {"seed": seed})) for seed in tune.seeds]
+            trials[method][lr] = own
+            return _mean_quality(own, outcomes, first.make_workload().higher_is_better)
+
+        found = search(tune, list(self._runs), quality)
+        final = {
+            method: [
+                add(changed(spec, {"lr": found.grid[place]}))
+                for spec in self._runs[method].values()
+            ]
+            for method, place in found.best.items()
+        }
+        return Study(
+            setting=self._common,
+            given=tune.lr,
+            extensions=tune.extensions,
+            seeds=tune.seeds,
+            final_seeds=sorted({seed for runs in self._runs.values() for seed in runs}),
+            validation=tune.validation,
+            methods=[
+                _tuned_method(method, found, trials[method], final.get(method, []))
+                for method in self._runs
+            ],
+        )
+
+
+def study_names(studies: Sequence[Study]) -> list[str]:
+    """Return what a reader calls each study: workload, scale, and in what else studies differ."""
+    settings = [study.setting for study in studies]
+    differing = [
+        field
+        for field in dict.fromkeys(itertools.chain.from_iterable(settings))
+        if field not in ("workload", "workers")
+        and any(setting.get(field) != settings[0].get(field) for setting in settings)
+    ]
+    return [
+        ", ".join(
+            [f"{shorten(setting['workload'])} on {setting['workers']} workers"]
+            + [f"{field}={setting.get(field)}" for field in differing]
+        )
+        for setting in settings
+    ]
+
+
+def is_trial(spec: Mapping[str, Any]) -> bool:
+    """Return whether a run was to find a learning rate, and is not compared itself."""
+    return bool(spec.get("validation_share"))
+
+
+def changed(spec: RunSpec, changes: Mapping[str, Any]) -> RunSpec:
+    """Return a run with some fields changed."""
+    return RunSpec.model_validate({**spec.model_dump(), **changes})
+
+
+class Found(NamedTuple):
+    """The rates that are tried, and each method's best, as far as is known."""
+
+    grid: list[float]
+    quality: dict[str, list[float | None]]
+    """By method, of each rate of the grid."""
+
+    best: dict[str, int]
+    """By method, its place in the grid; empty while something is left to try."""
+
+
+def search(
+    tune: Tune, methods: Sequence[str], quality: Callable[[str, float], float | None]
+) -> Found:
+    """Return which rates to try, from what is known of those tried before.
+
+    Args:
+        tune: the rates to begin with, and how many may be added.
+        methods: all that get the same rates.
+        quality: of a method at a rate, more is better; None where it is not known.
+    """
+    below = above = 0
+    while True:
+        grid = _grid(tune.lr, below, above)
+        known = {method: [quality(method, lr) for lr in grid] for method in methods}
+        values = {
+            method: [value for value in of_method if value is not None]
+            for method, of_method in known.items()
+        }
+        if any(len(of_method) < len(grid) for of_method in values.values()):
+            return Found(grid, known, {})
+        best = {method: best_place(of_method) for method, of_method in values.items()}
+        lower = 0 in best.values() and below < tune.extensions
+        higher = len(grid) - 1 in best.values() and above < tune.extensions
+        if not lower and not higher:
+            return Found(grid, known, best)
+        below, above = below + lower, above + higher
+
+
+def _mean_quality(
+    trials: Sequence[str], outcomes: Outcomes, higher_is_better: bool
+) -> float | None:
+    """Return how good a rate is; −∞ where a trial diverged, None while one is left."""
+    if not all(run_id in outcomes for run_id in trials):
+        return None
+    metrics = [outcomes[run_id] for run_id in trials]
+    known = [metric for metric in metrics if metric is not None]
+    if len(known) < len(metrics):
+        return WORST
+    return statistics.fmean(known) * (1 if higher_is_better else -1)
+
+
+def _tuned_method(
+    name: str, found: Found, trials: Mapping[float, list[str]], final: list[str]
+) -> TunedMethod:
+    """Return what a search says of one of its methods."""
+    rates = [
+        Rate(lr=lr, trials=trials[lr], quality=quality)
+        for lr, quality in zip(found.grid, found.quality[name], strict=True)
+    ]
+    if name not in found.best:
+        return TunedMethod(name=name, rates=rates)
+    place = found.best[name]
+    return TunedMethod(
+        name=name,
+        rates=rates,
+        best=rates[place].lr,
+        edge=edge_of(place, len(rates)),
+        diverged=rates[place].quality == WORST,
+        final=final,
+    )
+
+
+def edge_of(place: int, num_rates: int) -> str:
+    """Return on which edge of the rates a place is, if it is."""
+    return {0: "lowest", num_rates - 1: "highest"}.get(place, "")
+
+
+def _grid(given: Sequence[float], below: int, above: int) -> list[float]:
+    """Return the rates with more at both ends, in the ratio of the last two there."""
+    grid = list(given)
+    for _ in range(below):
+        grid.insert(0, _rounded(grid[0] * grid[0] / grid[1]))
+    for _ in range(above):
+        grid.append(_rounded(grid[-1] * grid[-1] / grid[-2]))
+    return grid
+
+
+def _rounded(lr: float) -> float:
+    return float(f"{lr:.6g}")
+
+
+def best_place(qualities: Sequence[float]) -> int:
+    """Return the place of the best; of equals one that is not on the edge, and the smaller rate.
+
+    Where all diverged it is the smallest: what to try next lies below.
+
+    Args:
+        qualities: of rates from the smallest to the largest; −∞ for those that diverged.
+    """
+    most = max(qualities)
+    if most == WORST:
+        return 0
+    places = [place for place, quality in enumerate(qualities) if quality == most]
+    inside = [place for place in places if 0 < place < len(qualities) - 1]
+    return (inside or places)[0]
