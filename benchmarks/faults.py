@@ -2,9 +2,9 @@
 
     python -m benchmarks.faults [--timeout 5] [--workers 4] [--json] [FAULT ...]
 
-Each fault happens at step 20 of a loop. Printed for every rank that lives: the seconds from
-the fault to its error, and the error. Processes are forked from one that has imported torch, so a
-fault costs its timeout and little more.
+Each fault happens at step 20 of a loop, or earlier. Printed for every rank that lives: the seconds
+from the fault to its error, and the error. Processes are forked from one that has imported torch,
+so a fault costs its timeout and little more.
 """
 
 from __future__ import annotations
@@ -63,11 +63,14 @@ class Fault:
     silent: bool = False
     """Whether the culprit raises no error of its own."""
 
+    step: int | None = FAULT_STEP
+    """When it happens; None for after the handshake and before ranks are connected."""
+
     stored_on_0: bool = False
     """Whether rank 0's process holds the store, as without torchrun."""
 
 
-def _kill(gossip: Gossip) -> None:
+def _kill(*_: object, **__: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -120,9 +123,24 @@ def _deviating(rank: int, num_workers: int) -> Schedule:
     return Schedule(num_workers, None, build)
 
 
+def _meets_late(rank: int, num_workers: int) -> Schedule:
+    """A schedule in which most ranks are neighbours for the first time after the fault."""
+    pairs = parse("one_peer_exponential", num_workers)
+
+    def build(step: int) -> Round:
+        return pairs.round(0 if step <= FAULT_STEP else step)
+
+    return Schedule(num_workers, None, build)
+
+
 FAULTS: dict[str, Fault] = {
     "killed": Fault(2, "rank 2 is gone", _kill, silent=True),
     "killed in an all-reduce": Fault(2, "rank 2 is gone", _kill, "complete", silent=True),
+    "killed while ranks connect": Fault(2, "rank 2 is gone", _kill, silent=True, step=None),
+    "killed before first contact": Fault(2, "rank 2 is gone", _kill, _meets_late, silent=True),
+    "killed before first contact, by name": Fault(
+        2, "rank 2 is gone", _kill, "random_matching", silent=True, step=0
+    ),
     "stalled": Fault(2, "rank 2 is gone or stalled", _stall, silent=True),
     "stalled in pairs": Fault(
         2, "rank 2 is gone or stalled", _stall, "one_peer_exponential", silent=True
@@ -246,17 +264,19 @@ def _work(fault: Fault, rank: int, num_workers: int, timeout_s: float, folder: P
     model = nn.Linear(1000, 100)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     make = fault.topology
-    gossip = decentralize(
-        model,
-        optimizer,
-        make if isinstance(make, str) else make(rank, num_workers),
-        timeout=timedelta(seconds=timeout_s),
-    )
+    if fault.step is None and rank == fault.culprit:
+        sys.modules[decentralize.__module__].Network = fault.happen  # pyright: ignore[reportAttributeAccessIssue]
     began = time.time()
     try:
+        gossip = decentralize(
+            model,
+            optimizer,
+            make if isinstance(make, str) else make(rank, num_workers),
+            timeout=timedelta(seconds=timeout_s),
+        )
         for step in range(NUM_STEPS):
             time.sleep(0.02)
-            if step == FAULT_STEP:
+            if step == fault.step:
                 began = time.time()
                 if rank == fault.culprit or fault.everywhere:
                     fault.happen(gossip)

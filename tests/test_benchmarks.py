@@ -22,6 +22,7 @@ pytestmark = pytest.mark.timeout(150)
 # The smallest sizes that each takes.
 SMALL = {
     "chunks": "--model mlp --workers 4 --seconds 0",
+    "connections": "--workers 2 --topology ring --steps 1 --compute 0",
     "consensus": "--workers 4 --seeds 1 --epochs 1",
     "contention": "--workers 4 --way 1:own --neighbours 0 --rounds 1 --seconds 0.01",
     "evaluation": "--workload digits-mlp --workers 4 --steps 5",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import re
 import socket
 import struct
@@ -768,3 +769,47 @@ def test_without_a_process_group_the_error_says_how_to_get_one() -> None:
     model = make_model()
     with pytest.raises(UserError, match=r"init_process_group\(\) under torchrun"):
         decentralize(model, sgd(model), "ring")
+
+
+def test_what_a_rank_opens_follows_from_its_neighbours() -> None:
+    """Four times the ranks add to each the two more levels of a broadcast, not twelve peers."""
+
+    def body(group: ProcessGroup) -> int:
+        model = nn.Linear(2, 2)
+        gossip = decentralize(model, sgd(model), "ring", process_group=group)
+        gossip.gather(0)  # all are connected
+        opened = len(os.listdir("/proc/self/fd"))
+        gossip.gather(0)  # and all have counted
+        gossip.close()
+        return opened
+
+    def opened_by_each(num_ranks: int) -> float:
+        before = len(os.listdir("/proc/self/fd"))
+        return (max(run_ranks(num_ranks, body)) - before) / num_ranks
+
+    assert opened_by_each(16) <= opened_by_each(4) + 3
+
+
+@pytest.mark.parametrize("order", ["awc", "atc"])
+def test_neighbours_connect_when_they_first_exchange(order: str) -> None:
+    """A schedule without a period opens nobody ahead, and only whom its rounds have needed."""
+    num_steps, schedule = 4, parse("random_matching", 8)
+
+    def body(group: ProcessGroup) -> tuple[int, int]:
+        model = nn.Linear(2, 2)
+        optimizer = sgd(model)
+        gossip = decentralize(model, optimizer, schedule.name, process_group=group, order=order)
+        lanes = gossip._worker.network._connections._lanes
+        ahead = len(lanes)
+        for _ in range(num_steps):
+            optimizer.step()
+        with gossip.drained():
+            needed = len(lanes)
+        gossip.close()
+        return ahead, needed
+
+    # Under awc step 0 mixes nothing, and the last step has begun the exchange of the next.
+    steps = range(1, num_steps + 1) if order == "awc" else range(num_steps)
+    for rank, opened in enumerate(run_ranks(8, body)):
+        partners = [schedule.round(step).neighbours(rank).sends.workers.tolist() for step in steps]
+        assert opened == (0, 2 * len({partner for found in partners for partner in found}))

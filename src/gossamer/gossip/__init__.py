@@ -33,6 +33,7 @@ parameter goes through a step along ``step``, ``orders``, ``mixer`` and ``transp
         collector          a thread for further receives
         collectives        what every rank takes part in
         connections        process groups of our own, and work on them
+        gloo               groups that connect only ranks that talk to each other
         telemetry          what it has cost
     Failures
         failures           where this rank is, and the error of what failed first

@@ -6,20 +6,31 @@ can never be taken for ours. Ranks here are ranks within that group.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Generator
+from datetime import timedelta
 from functools import partial
 from typing import cast, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup, ProcessGroupGloo, Work
+from torch.distributed import (
+    ProcessGroup,
+    Store,  # pyright: ignore[reportPrivateImportUsage]
+    Work,
+)
 from torch.distributed.distributed_c10d import PrefixStore
 
 from gossamer.gossip.failures import FailureDetector
+from gossamer.gossip.gloo import Gloo
 from gossamer.gossip.notices import name_ranks
+
+_LOOK_EVERY = timedelta(seconds=1)
+"""How often a rank that waits for a connection looks whether others have failed."""
 
 
 @final
@@ -43,31 +54,88 @@ class Connections:
         self.on_cpu = device.type == "cpu"
         self.detector = detector
         self._base = process_group
+        self._gloo = Gloo(detector.timeout)
         self._opened: list[ProcessGroup] = []
+        self._lanes: dict[tuple[int, int], ProcessGroup] = {}
 
     def open(self, members: tuple[int, ...], purpose: str) -> ProcessGroup:
-        """Connect these ranks; waits for them, so all open their groups in one order."""
-        try:
+        """Connect these ranks for collectives; waits for them, so all open in one order."""
+        with self._explained("connections", self.others_in(members)):
             # A backend by itself has the methods that we call.
-            group = cast(ProcessGroup, self._connect(members, purpose))
-        except RuntimeError as error:
-            others = self.others_in(members)
-            raise self.detector.failure("connections", others, error) from error
+            group = cast(ProcessGroup, self._make_group(members, purpose))
         self._opened.append(group)
+        # Nobody may be met for the first time later; see gloo's Note [Lazy connections].
+        self.begin_sum(group, members, torch.zeros(1, device=self.device), "connections")()
         return group
 
-    def _connect(self, members: tuple[int, ...], purpose: str) -> object:
+    def _make_group(self, members: tuple[int, ...], purpose: str) -> object:
         if self.on_cpu:
-            name = hashlib.blake2b(f"{purpose} {members}".encode(), digest_size=8).hexdigest()
-            store = PrefixStore(name, self.detector.board.store)
             rank, size = members.index(self.rank), len(members)
-            return ProcessGroupGloo(store, rank, size, self.detector.timeout)
+            return self._gloo.group(self._store_of(purpose, members), rank, size)
         return dist.new_group(
             [dist.get_global_rank(self._base, member) for member in members],
             timeout=self.detector.timeout,
             backend=dist.get_backend(self._base),
             use_local_synchronization=True,
         )
+
+    def open_lanes(self, lanes: frozenset[tuple[int, int]]) -> None:
+        """Connect this rank with what it sends to and receives from; waits for the other ends.
+
+        Args:
+            lanes: sender and receiver of each. Both ends open one at the same place among their
+                rounds; those of one round are opened in an order that all ranks share.
+        """
+        for lane in sorted(lanes - self._lanes.keys(), key=_turn):
+            self._lanes[lane] = group = self._open_lane(*lane)
+            self._opened.append(group)
+
+    def are_open(self, lanes: frozenset[tuple[int, int]]) -> bool:
+        """Return whether all of these have been opened."""
+        return lanes <= self._lanes.keys()
+
+    def _open_lane(self, sender: int, receiver: int) -> ProcessGroup:
+        peer = receiver if self.rank == sender else sender
+        store = self._store_of("lane", (sender, receiver))
+        what = f"a connection with rank {peer}"
+        self.detector.awaits(what, (peer,))
+        with self._explained(what, (peer,)):
+            self._await_peer(store, peer)
+            # Gloo asks for a message on the connection on which it then comes. If the asking rank
+            # sent data there too, the request would wait behind them while the link from its peer
+            # idles: a ring across two nodes took twice as long. So each goes one way only.
+            direction = "upward" if sender < receiver else "downward"
+            lane = self._gloo.lane(store, int(self.rank == receiver), direction)
+        return cast(ProcessGroup, lane)
+
+    def _await_peer(self, store: Store, peer: int) -> None:
+        """Return when the peer has come to connect; raise where it will not."""
+        store.set(f"here/{self.rank}", "")
+        deadline = time.monotonic() + self.detector.timeout.total_seconds()
+        while True:
+            left = timedelta(seconds=max(deadline - time.monotonic(), 0.01))
+            try:
+                return store.wait([f"here/{peer}"], min(left, _LOOK_EVERY))
+            except RuntimeError:
+                # One who was never connected with the peer does not see it end; others do.
+                others_failed = self.detector.broken or self.detector.board.any_failed()
+                if left <= _LOOK_EVERY or others_failed:
+                    raise
+
+    def lane(self, sender: int, receiver: int) -> ProcessGroup:
+        """Return an open connection, on which the sender is rank 0 and the receiver rank 1."""
+        return self._lanes[sender, receiver]
+
+    def _store_of(self, purpose: str, members: tuple[int, ...]) -> Store:
+        name = hashlib.blake2b(f"{purpose} {members}".encode(), digest_size=8).hexdigest()
+        return PrefixStore(name, self.detector.board.store)
+
+    @contextlib.contextmanager
+    def _explained(self, what: str, peers: tuple[int, ...]) -> Generator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise self.detector.failure(what, peers, error) from error
 
     def others_in(self, members: tuple[int, ...]) -> tuple[int, ...]:
         """Return these ranks without this one."""
@@ -77,10 +145,8 @@ class Connections:
         self, work: Callable[[], Work], what: str, peers: tuple[int, ...]
     ) -> Callable[[], None]:
         """Begin a piece of work; return the function that waits for it."""
-        try:
+        with self._explained(what, peers):
             begun = work()
-        except RuntimeError as error:
-            raise self.detector.failure(what, peers, error) from error
         return partial(self.wait, begun, what, peers)
 
     def begin_sum(
@@ -96,12 +162,10 @@ class Connections:
     def wait(self, work: Work, what: str, peers: tuple[int, ...]) -> None:
         """Wait for a piece of work; raise its failure with the cause."""
         self.detector.awaits(what, peers)
-        try:
+        with self._explained(what, peers):
             # On a device, waiting orders streams and must not block the host; there NCCL's own
             # watchdog keeps the time.
             work.wait(self.detector.timeout) if self.on_cpu else work.wait()
-        except RuntimeError as error:
-            raise self.detector.failure(what, peers, error) from error
 
     def close(self) -> None:
         """Leave all groups; nothing may be in flight."""
@@ -109,8 +173,20 @@ class Connections:
             for group in self._opened:
                 dist.destroy_process_group(group)
         self._opened.clear()
+        self._lanes.clear()
 
     def keep_until_exit(self) -> None:
         """Keep all connections until the process is gone, whatever the interpreter lets go of."""
         for kept in (self.detector.board.store, *self._opened):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+
+
+def _turn(lane: tuple[int, int]) -> tuple[int, int, tuple[int, int]]:
+    """Return where a lane comes among those of a round.
+
+    Any order without ties avoids a deadlock, since all ranks share it. By distance, and then every
+    second stretch of that length, neighbours that share no rank connect side by side.
+    """
+    low, high = sorted(lane)
+    distance = high - low
+    return distance, low // distance % 2, lane

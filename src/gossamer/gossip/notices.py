@@ -93,10 +93,16 @@ class NoticeBoard:
     def post(self, notice: Notice) -> None:
         """Show this rank's notice in place of the one before."""
         self.store.set(f"notice/{self.rank}", json.dumps(asdict(notice)))
+        if notice.final:
+            self.store.set("failed", "")
 
     def take_back(self) -> None:
         """Remove this rank's notice: it went on."""
         self.store.set(f"notice/{self.rank}", "")
+
+    def any_failed(self) -> bool:
+        """Return whether any rank has said that it will not go on."""
+        return self.store.check(["failed"])
 
     def notice_of(self, rank: int) -> Notice | None:
         """Return what a rank shows, if anything."""

@@ -5,10 +5,11 @@ A round is begun bucket by bucket, in one order on all ranks, and beginning neve
 every send of the bucket and its first receive. What waits is the collecting of further receives,
 one after the other into one spare tensor; it runs on a thread of its own, in the same order. Each
 message that anybody waits for has therefore been posted, or will be by a rank that need not wait
-for anything of this round before it posts. All-reduces run on groups whose members all begin them
-in the same order. An exchange ends only when its sends have been taken, and a rank begins the next
-round after that; Gloo delivers the messages of one pair and tag in the order in which they were
-posted. So one step's message cannot be taken for another's.
+for anything of this round before it posts. Where neighbours have not been connected yet, that
+thread connects them, in an order that all ranks share, before it posts and collects. All-reduces
+run on groups whose members all begin them in the same order. An exchange ends only when its sends
+have been taken, and a rank begins the next round after that; Gloo delivers the messages of one pair
+and tag in the order in which they were posted. So one step's message cannot be taken for another's.
 """
 
 from __future__ import annotations
@@ -67,6 +68,9 @@ class _Role:
     """Weight of each sender in the mean of those up to it, so that a mean grows by ``lerp_``."""
 
     receivers: list[int]
+    lanes: frozenset[tuple[int, int]]
+    """Sender and receiver of each connection that its messages need."""
+
     reduced_with: tuple[int, ...]
     """The ranks to average with by an all-reduce; empty where the round runs as messages."""
 
@@ -78,8 +82,9 @@ class Transport:
     Args:
         connections: how to reach them.
         telemetry: counts what is sent.
-        rounds: rounds whose groups get process groups of their own to all-reduce on, now. Others
-            run as messages, except where all ranks form one group.
+        rounds: rounds whose ranks are connected now: groups of three or more by process groups of
+            their own to all-reduce on, others by lanes. Ranks of other rounds are connected when
+            they begin one, and exchange messages, except where all form one group.
     """
 
     def __init__(
@@ -88,21 +93,17 @@ class Transport:
         self.rank, self.size = connections.rank, connections.size
         self._connections = connections
         self._telemetry = telemetry
-        # - Process groups, opened now and in one order on all ranks, because opening waits
+        # - Connections, opened now and in one order on all ranks, because opening waits
         self._everyone = connections.everyone
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}
-        for members in (self._everyone, *(self._reduced_with(round) for round in rounds)):
-            if members and members not in self._groups:
-                self._groups[members] = connections.open(members, "rounds")
-        # Gloo asks for a message on the connection on which it then comes. If the asking rank sent
-        # data there too, the request would wait behind them while the link from its peer idles: a
-        # ring across two nodes took twice as long. So messages go one way only on each connection.
-        self._upward = self._groups[self._everyone]
-        self._downward = self._upward
-        if connections.on_cpu:
-            self._downward = connections.open(self._everyone, "downward")
-        # - What each round means for this rank
         self._role_in = lru_cache(maxsize=256)(self._make_role)
+        rounds = [*rounds]
+        with connections.detector.blocked():
+            for members in (self._everyone, *(self._reduced_with(round) for round in rounds)):
+                if members and members not in self._groups:
+                    self._groups[members] = connections.open(members, "rounds")
+            for round in rounds:
+                connections.open_lanes(self._role_in(round).lanes)
         # - Further receives on the CPU; see Note [No deadlock]
         self._collector = Collector()
         self._spare: dict[torch.dtype, Tensor] = {}
@@ -140,26 +141,45 @@ class Transport:
         self._role_in.cache_clear()
         self._spare.clear()
         self._groups.clear()
-        del self._upward, self._downward
 
     def wait_idle(self, seconds: float) -> None:
         """Wait until the collecting thread waits for nothing, or the time is over."""
         self._collector.wait_idle(seconds)
 
     def _begin_over_gloo(self, role: _Role, source: Tensor, inbox: Tensor, tag: int) -> Exchange:
-        receives = [self._receive(inbox, sender, tag) for sender in role.senders[:1]]
-        sends = [self._send(source, receiver, tag) for receiver in role.receivers]
+        if not self._connections.are_open(role.lanes):
+
+            def connect_and_exchange() -> None:
+                self._connections.open_lanes(role.lanes)
+                first, sends = self._post(role, source, inbox, tag)
+                self._collect(role, inbox, tag, first)
+                for wait in sends:
+                    wait()
+
+            return _messages(role, [self._collector.submit(connect_and_exchange).result])
+        first, sends = self._post(role, source, inbox, tag)
         if len(role.senders) < 2:
-            return _messages(role, [*receives, *sends])
+            return _messages(role, [*first, *sends])
+        further = self._collector.submit(lambda: self._collect(role, inbox, tag, first))
+        return _messages(role, [further.result, *sends])
 
-        def collect() -> None:
-            receives[0]()
+    def _post(
+        self, role: _Role, source: Tensor, inbox: Tensor, tag: int
+    ) -> tuple[list[Callable[[], None]], list[Callable[[], None]]]:
+        """Begin the first receive, and all sends; return what waits for them."""
+        first = [self._receive(inbox, sender, tag) for sender in role.senders[:1]]
+        return first, [self._send(source, receiver, tag) for receiver in role.receivers]
+
+    def _collect(
+        self, role: _Role, inbox: Tensor, tag: int, first: list[Callable[[], None]]
+    ) -> None:
+        """Wait for the first receive, and take the further ones one after the other."""
+        for wait in first:
+            wait()
+        for sender, share in zip(role.senders[1:], role.shares[1:], strict=True):
             spare = self._spare_like(inbox)
-            for sender, share in zip(role.senders[1:], role.shares[1:], strict=True):
-                self._receive(spare, sender, tag)()
-                inbox.lerp_(spare, share)
-
-        return _messages(role, [self._collector.submit(collect).result, *sends])
+            self._receive(spare, sender, tag)()
+            inbox.lerp_(spare, share)
 
     def _begin_over_nccl(self, role: _Role, source: Tensor, inbox: Tensor, tag: int) -> Exchange:
         # One batch per bucket, as NCCL requires, so each message gets a tensor of its own, and a
@@ -182,20 +202,15 @@ class Transport:
         return _messages(role, [collect])
 
     def _receive(self, target: Tensor, sender: int, tag: int) -> Callable[[], None]:
-        group = self._lane(sender, self.rank)
+        lane = self._connections.lane(sender, self.rank)
         what = f"bucket {tag} from rank {sender}"
-        return self._connections.begin(lambda: group.recv([target], sender, tag), what, (sender,))
+        return self._connections.begin(lambda: lane.recv([target], 0, tag), what, (sender,))
 
     def _send(self, source: Tensor, receiver: int, tag: int) -> Callable[[], None]:
-        group = self._lane(self.rank, receiver)
+        lane = self._connections.lane(self.rank, receiver)
         self._telemetry.count(1, source.nbytes)
         what = f"rank {receiver} to take bucket {tag}"
-        return self._connections.begin(
-            lambda: group.send([source], receiver, tag), what, (receiver,)
-        )
-
-    def _lane(self, sender: int, receiver: int) -> ProcessGroup:
-        return self._upward if sender < receiver else self._downward
+        return self._connections.begin(lambda: lane.send([source], 1, tag), what, (receiver,))
 
     def _spare_like(self, inbox: Tensor) -> Tensor:
         """Return the spare tensor of the collecting thread, large enough for this inbox."""
@@ -211,12 +226,16 @@ class Transport:
         # same few senders at a time while the links of the others idle.
         order = np.argsort((own.receives.workers - self.rank) % self.size)
         weights = own.receives.weights[order]
+        reduces = reduced_with in self._groups
+        senders, receivers = own.receives.workers[order].tolist(), own.sends.workers.tolist()
+        lanes = [*((s, self.rank) for s in senders), *((self.rank, r) for r in receivers)]
         return _Role(
             self_weight=own.self_weight,
-            senders=own.receives.workers[order].tolist(),
+            senders=senders,
             shares=(weights / np.cumsum(weights)).tolist(),
-            receivers=own.sends.workers.tolist(),
-            reduced_with=reduced_with if reduced_with in self._groups else (),
+            receivers=receivers,
+            lanes=frozenset(() if reduces or not self._connections.on_cpu else lanes),
+            reduced_with=reduced_with if reduces else (),
         )
 
     def _reduced_with(self, round: Round) -> tuple[int, ...]:
