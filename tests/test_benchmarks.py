@@ -21,11 +21,13 @@ pytestmark = pytest.mark.timeout(150)
 
 # The smallest sizes that each takes.
 SMALL = {
+    "adam": "--workers 2 --batch-size 1 --steps 1 --seeds 0 all_reduce shared4",
     "chunks": "--model mlp --workers 4 --seconds 0",
     "connections": "--workers 2 --topology ring --steps 1 --compute 0",
     "consensus": "--workers 4 --seeds 1 --epochs 1",
     "contention": "--workers 4 --way 1:own --neighbours 0 --rounds 1 --seconds 0.01",
     "evaluation": "--workload digits-mlp --workers 4 --steps 5",
+    "optimizer": "--millions 0.1 --rounds 1 --window 2",
     "records": "--workers 4 --intervals 1 --steps 5 --rounds 1",
     "runtime_model.paper": "simulation --trials 5",
     "simulation": "--model mlp --workers 4 --rounds 1 --processes 1",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 import warnings
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.errors import UserError
-from gossamer.optim import AccumAdam, AccumAdamW, DiLoCo, tell_num_workers
+from gossamer.optim import AccumAdam, AccumAdamW, DiLoCo, tell_num_workers, window_update
 from gossamer.optim.accum_adam import auto_window
+from gossamer.optim.window_update import Blocks, Tensors, WindowUpdate, update_by_lists_
 
 
 def parameters(num: int = 3) -> list[nn.Parameter]:
@@ -359,6 +361,73 @@ def test_gradients_that_it_cannot_take_are_refused(kind: str) -> None:
     parameter.grad = gradient.to_sparse() if kind == "sparse" else gradient
     with pytest.raises(UserError, match=f"dense real gradients, got a {kind} one"):
         AccumAdam([parameter], window=1).step()
+
+
+# - In blocks
+
+
+def copied(tensors: Tensors) -> Tensors:
+    return Tensors(*([tensor.clone() for tensor in of_kind] for of_kind in tensors))
+
+
+SHAPES = [(7, 5), (), (3,), (0,), (64,), (65,), (200,), (2, 1), (9, 30)]
+
+
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "close"), [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 6e-2)]
+)
+def test_blocks_are_the_update_as_it_is_written(
+    window: int, decoupled: bool, dtype: torch.dtype, close: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors that share a block, fill one, or are cut; what cannot go through the fused kernel.
+
+    In 16 bits what is written rounds after every operation, by about a last place per step.
+    """
+    monkeypatch.setattr(window_update, "_BLOCK_BYTES", 64 * dtype.itemsize)
+    generator = torch.Generator().manual_seed(1)
+
+    def random() -> list[Tensor]:
+        dense = [torch.randn(shape, generator=generator, dtype=dtype) for shape in SHAPES]
+        return [*dense, torch.randn(6, 9, generator=generator, dtype=dtype).T]
+
+    tensors = Tensors(random(), random(), random(), [t.square() + 0.5 for t in random()])
+    if window > 1:
+        tensors = tensors._replace(window_means=random())
+    expected, blocks = copied(tensors), Blocks()
+    for step in range(4, 11):
+        update = WindowUpdate(step, window, 0.02, (0.8, 0.97), 1e-6, 0.1, decoupled)
+        blocks.update_(tensors, update)
+        update_by_lists_(expected, update)
+        torch.testing.assert_close([*tensors], [*expected], rtol=close, atol=close)
+
+
+def test_parameters_of_several_types_step_together() -> None:
+    """In one group: each goes with those of its own type, as if it were alone."""
+    mixed = [nn.Parameter(torch.ones(5, dtype=d)) for d in (torch.float64, torch.float32)]
+    alone = twins(mixed)
+    optimizers = [AccumAdamW(mixed, window=2), *(AccumAdamW([p], window=2) for p in alone)]
+    for step in range(5):
+        for pair in zip(mixed, alone, strict=True):
+            for parameter in pair:
+                parameter.grad = gradient(parameter, step)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(mixed, alone, strict=True))
+
+
+def test_a_rate_may_be_a_tensor_and_an_optimizer_be_copied() -> None:
+    """A copy, or one that went through pickle, goes on alike."""
+    params = parameters()
+    optimizer = AccumAdamW(params, lr=torch.tensor(0.01, dtype=torch.float64), window=2)
+    run(optimizer, params, range(3))
+    copies = copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))
+    run(optimizer, params, range(3, 6))
+    for other in copies:
+        own = other.param_groups[0]["params"]
+        run(other, own, range(3, 6))
+        assert all(torch.equal(a, b) for a, b in zip(params, own, strict=True))
 
 
 @torch.no_grad()

@@ -18,9 +18,6 @@ one worker's tensors and stacked ones. Reference: Wang et al., From promise to p
 (https://arxiv.org/abs/2410.11998).
 """
 
-# torch's multi-tensor kernels have no public names; its own optimizers call them by these.
-# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
-
 from __future__ import annotations
 
 import math
@@ -35,11 +32,10 @@ from torch.optim import Adam, Optimizer
 from torch.optim.optimizer import ParamsT
 
 from gossamer.errors import UserError
+from gossamer.optim.window_update import Blocks, Tensors, WindowUpdate
 
 Window: TypeAlias = int | Literal["auto"]
 BetasPer: TypeAlias = Literal["step", "window"]
-
-_MOMENTS = ("exp_avg", "exp_avg_sq", "window_mean")
 
 _LONGEST_AUTO_WINDOW = 8
 """The paper's at 16 and at 32 workers."""
@@ -84,6 +80,7 @@ class _AccumAdam(Optimizer):
             "betas_per": betas_per,
         }
         super().__init__(params, defaults)
+        self._blocks = Blocks()
 
     @classmethod
     def like(cls, optimizer: Optimizer, *, window: Window = "auto") -> Self:
@@ -169,8 +166,7 @@ class _AccumAdam(Optimizer):
                     _check_gradient(parameter.grad)
                     by_step[self._count_step(parameter, group["window"])].append(parameter)
             for step, parameters in by_step.items():
-                for together in _launched_together(parameters):
-                    self._update(together, step, group)
+                self._update(parameters, step, group)
         return loss
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -180,6 +176,7 @@ class _AccumAdam(Optimizer):
         """
         ours = [group["window"] for group in getattr(self, "param_groups", ())]
         super().__setstate__(state)
+        self._blocks = Blocks()  # of a copy, too, which is made by its state
         for i, group in enumerate(self.param_groups):
             group.setdefault("betas_per", "window" if "window" in group else "step")
             if group.get("window", "auto") == "auto":
@@ -190,49 +187,26 @@ class _AccumAdam(Optimizer):
         step = int(state.get("step", 0))
         if window > 1 and "window_mean" not in state:
             step = math.ceil(step / window) * window  # of Adam until now: a window opens here
-        names = ("exp_avg", "exp_avg_sq") if window == 1 else _MOMENTS
-        for name in names:
+        for name in _moments_of(window):
             if name not in state:
                 state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         state["step"] = step + 1
         return state["step"]
 
     def _update(self, parameters: list[Tensor], step: int, group: dict[str, Any]) -> None:
-        lr, (beta1, beta2), eps = float(group["lr"]), window_betas(group), group["eps"]
-        decay, window = group["weight_decay"], group["window"]
-        grads = [p.grad for p in parameters if p.grad is not None]
         states = [self.state[p] for p in parameters]
-        exp_avgs, exp_avg_sqs, window_means = (
-            [state[name] for state in states if name in state] for name in _MOMENTS
+        update = WindowUpdate(
+            step=step,
+            window=group["window"],
+            lr=float(group["lr"]),
+            betas=window_betas(group),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            decoupled=self.decoupled,
         )
-        if decay and self.decoupled:
-            torch._foreach_mul_(parameters, 1 - lr * decay)
-        elif decay:
-            grads = list(torch._foreach_add(grads, parameters, alpha=decay))
-
-        def commit(values: list[Tensor]) -> None:
-            torch._foreach_lerp_(exp_avgs, values, 1 - beta1)
-            torch._foreach_mul_(exp_avg_sqs, beta2)
-            torch._foreach_addcmul_(exp_avg_sqs, values, values, 1 - beta2)
-
-        if window == 1:  # what is transient is what is committed
-            commit(grads)
-            first, second = exp_avgs, exp_avg_sqs
-        else:
-            first = torch._foreach_lerp(exp_avgs, grads, 1 - beta1)
-            second = torch._foreach_mul(exp_avg_sqs, beta2)
-            torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
-            torch._foreach_add_(window_means, grads, alpha=1 / window)
-
-        k = math.ceil(step / window)
-        denominators = torch._foreach_sqrt(second)
-        torch._foreach_div_(denominators, math.sqrt(1 - beta2**k))
-        torch._foreach_add_(denominators, eps)
-        torch._foreach_addcdiv_(parameters, first, denominators, -lr / (1 - beta1**k))
-
-        if window > 1 and step % window == 0:
-            commit(window_means)
-            torch._foreach_zero_(window_means)
+        grads = [p.grad for p in parameters if p.grad is not None]
+        moments = ([state[n] for state in states] for n in _moments_of(update.window))
+        self._blocks.update_(Tensors(parameters, grads, *moments), update)
 
 
 @final
@@ -277,10 +251,9 @@ class AccumAdamW(_AccumAdam):
         super().__init__(params, lr, betas, eps, weight_decay, window=window, betas_per=betas_per)
 
 
-def _launched_together(parameters: list[Tensor]) -> list[list[Tensor]]:
-    """Many tensors per kernel launch on a device; one after the other where caches count."""
-    on_cpu = parameters[0].device.type == "cpu"
-    return [[parameter] for parameter in parameters] if on_cpu else [parameters]
+def _moments_of(window: int) -> tuple[str, ...]:
+    """Return what the state of a parameter holds; the mean of a window only where there is one."""
+    return ("exp_avg", "exp_avg_sq", *(["window_mean"] if window > 1 else []))
 
 
 def _check_gradient(gradient: Tensor) -> None:
