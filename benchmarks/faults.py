@@ -30,6 +30,7 @@ from torch import nn
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from gossamer.gossip import Gossip, decentralize
+from gossamer.gossip.network import Network
 from gossamer.topology import Round, Schedule, parse, ring
 
 FAULT_STEP = 20
@@ -70,7 +71,7 @@ class Fault:
     """Whether rank 0's process holds the store, as without torchrun."""
 
 
-def _kill(*_: object, **__: object) -> None:
+def _kill(_: object = None) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -264,9 +265,17 @@ def _work(fault: Fault, rank: int, num_workers: int, timeout_s: float, folder: P
     model = nn.Linear(1000, 100)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     make = fault.topology
-    if fault.step is None and rank == fault.culprit:
-        sys.modules[decentralize.__module__].Network = fault.happen  # pyright: ignore[reportAttributeAccessIssue]
     began = time.time()
+
+    def connect(*given: Any, **options: Any) -> Network:
+        nonlocal began
+        began = time.time()
+        if rank == fault.culprit:
+            _kill()
+        return Network(*given, **options)
+
+    if fault.step is None:
+        sys.modules[decentralize.__module__].Network = connect  # pyright: ignore[reportAttributeAccessIssue]
     try:
         gossip = decentralize(
             model,

@@ -33,6 +33,7 @@ SMALL = {
     "simulation": "--model mlp --workers 4 --rounds 1 --processes 1",
     "sketch": "--steps 5 --seeds 1 --parameters 20000 --repeats 1",
     "step": "--workers 2 --params 2e4 --steps 2 --rounds 1 --method local --method ddp",
+    "store": "--clients 2",
     "topology": "--workers 8 --repeats 1",
     "workloads": "--workload digits-mlp --workers 4 --rounds 1",
 }

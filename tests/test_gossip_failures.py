@@ -8,6 +8,7 @@ import random
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,11 +22,13 @@ from torch.distributed import HashStore, ProcessGroup  # pyright: ignore[reportP
 from torch.optim import SGD
 
 from benchmarks import faults
+from benchmarks.store import CountingStore
 from gossamer.errors import UserError
 from gossamer.gossip import ExchangeError, decentralize, failures
+from gossamer.gossip.causes import find_cause
 from gossamer.gossip.failures import FailureDetector
 from gossamer.gossip.handshake import shake_hands
-from gossamer.gossip.notices import NoticeBoard
+from gossamer.gossip.notices import Notice, NoticeBoard
 from gossamer.topology import Schedule, parse, ring
 from tests.ranks import run_ranks
 from tests.reference import loss_of, make_model
@@ -211,6 +214,29 @@ def test_a_cause_is_found_along_notices() -> None:
     assert "rank 0 at step 0 waits for the average of bucket 0 over all ranks" in str(error)
     assert "and failed: rank 3 is gone or stalled" in str(error)
     assert zero.failure("something else", (1,), lost) is error  # the first one stays
+
+
+def test_a_failure_of_all_ranks_asks_the_store_little() -> None:
+    """One of many that lose a peer in a collective looks for it, and tells all others."""
+    num_ranks = 40
+    stores = [CountingStore(shared) for shared in [HashStore()] * num_ranks]
+    groups = [dist.ProcessGroup(store, rank, num_ranks) for rank, store in enumerate(stores)]
+    boards = [NoticeBoard(group, timedelta(seconds=2)) for group in groups]
+    reasons: list[str] = []
+
+    def fail(board: NoticeBoard) -> None:
+        others = tuple(rank for rank in range(num_ranks) if rank != board.rank)
+        own = Notice(rank=board.rank, step=3, what="an average", peers=others, final=True)
+        reasons.append(find_cause(board, own, lost=True).reason)
+
+    threads = [threading.Thread(target=fail, args=(board,)) for board in boards[:-1]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert reasons == ["rank 39 is gone"] * (num_ranks - 1)
+    asked = sorted(store.requests.total() for store in stores[:-1])
+    assert asked[-2] <= 8  # all but the one that looks
 
 
 def test_a_rank_that_leaves_says_why() -> None:

@@ -11,7 +11,9 @@ call that not all ranks made, another round at the same step.
 
 from __future__ import annotations
 
+import json
 import time
+from datetime import timedelta
 from typing import NamedTuple
 
 from gossamer.gossip.notices import Notice, NoticeBoard, name_ranks
@@ -35,6 +37,13 @@ _NO_ANSWER = Cause(
 )
 
 
+_UNFINISHED = Cause("the cause is not known, because the rank that looked for it is gone", None)
+
+_FEW = 16
+"""How many peers a rank asks by itself. If all ranks of a failed collective asked all others, the
+store would have n² questions to answer."""
+
+
 def find_cause(board: NoticeBoard, own: Notice, *, lost: bool) -> Cause:
     """Post our own notice, and follow notices from it; see Note [Finding the cause].
 
@@ -44,12 +53,31 @@ def find_cause(board: NoticeBoard, own: Notice, *, lost: bool) -> Cause:
         lost: whether a connection was lost, and not a time exceeded: then the peer has ended, and a
             notice that it posted while it was blocked does not explain that.
     """
+
+    def search() -> Cause:
+        board.post(own)
+        if len(own.peers) <= _FEW:
+            return _search(board, own, lost=lost)
+        if board.store.add("searches", 1) > 1:
+            return _await_conclusion(board)
+        cause = _search(board, own, lost=lost)
+        board.store.set("cause", json.dumps(cause))
+        return cause
+
+    return board.ask(search, _NO_ANSWER)
+
+
+def _await_conclusion(board: NoticeBoard) -> Cause:
+    """Return what the first rank that failed has found; what failed after it failed because."""
+    try:
+        board.store.wait(["cause"], timedelta(seconds=1.2 * board.search_s))
+    except RuntimeError:
+        return _UNFINISHED
+    return Cause(*json.loads(board.store.get("cause")))
+
+
+def _search(board: NoticeBoard, own: Notice, *, lost: bool) -> Cause:
     deadline = time.monotonic() + board.search_s
-    return board.ask(lambda: _search(board, own, lost=lost, deadline=deadline), _NO_ANSWER)
-
-
-def _search(board: NoticeBoard, own: Notice, *, lost: bool, deadline: float) -> Cause:
-    board.post(own)
     seen = [own]
     while time.monotonic() < deadline:
         notice = seen[-1]
