@@ -23,7 +23,7 @@ from torch.optim import LBFGS, SGD, AdamW
 
 from gossamer.errors import UserError
 from gossamer.gossip import ExchangeError, decentralize
-from gossamer.topology import from_matrix, parse, ring, static
+from gossamer.topology import Schedule, from_matrix, parse, ring, static
 from tests import reference
 from tests.ranks import run_ranks
 from tests.reference import fill_, loss_of, make_model, mix_, sgd, vector_of
@@ -813,3 +813,24 @@ def test_neighbours_connect_when_they_first_exchange(order: str) -> None:
     for rank, opened in enumerate(run_ranks(8, body)):
         partners = [schedule.round(step).neighbours(rank).sends.workers.tolist() for step in steps]
         assert opened == (0, 2 * len({partner for found in partners for partner in found}))
+
+
+def test_the_end_of_one_rank_does_not_disturb_others_that_connect() -> None:
+    """Two that meet late connect though a third has ended in order: it waited for neither."""
+    alone, pair = from_matrix(np.eye(3)), from_matrix([[1, 0, 0], [0, 0.5, 0.5], [0, 0.5, 0.5]])
+
+    def body(group: ProcessGroup) -> bool:
+        model = nn.Linear(2, 2)
+        optimizer = sgd(model)
+        schedule = Schedule(3, 100, lambda step: pair if step == 2 else alone)
+        gossip = decentralize(model, optimizer, schedule, process_group=group, order="atc")
+        for _ in range(2):
+            optimizer.step()
+        if group.rank() == 1:
+            time.sleep(1.5)  # more than a rank waits before it looks at the others
+        if group.rank() > 0:
+            optimizer.step()
+        gossip.close()
+        return True
+
+    assert all(run_ranks(3, body))

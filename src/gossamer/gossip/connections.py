@@ -117,9 +117,8 @@ class Connections:
             try:
                 return store.wait([f"here/{peer}"], min(left, _LOOK_EVERY))
             except RuntimeError:
-                # One who was never connected with the peer does not see it end; others do.
-                others_failed = self.detector.broken or self.detector.board.any_failed()
-                if left <= _LOOK_EVERY or others_failed:
+                board = self.detector.board
+                if left <= _LOOK_EVERY or self.detector.broken or not board.will_come(peer):
                     raise
 
     def lane(self, sender: int, receiver: int) -> ProcessGroup:

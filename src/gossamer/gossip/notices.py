@@ -93,16 +93,20 @@ class NoticeBoard:
     def post(self, notice: Notice) -> None:
         """Show this rank's notice in place of the one before."""
         self.store.set(f"notice/{self.rank}", json.dumps(asdict(notice)))
-        if notice.final:
+        if notice.final and not notice.ended:
             self.store.set("failed", "")
 
     def take_back(self) -> None:
         """Remove this rank's notice: it went on."""
         self.store.set(f"notice/{self.rank}", "")
 
-    def any_failed(self) -> bool:
-        """Return whether any rank has said that it will not go on."""
-        return self.store.check(["failed"])
+    def will_come(self, peer: int) -> bool:
+        """Return whether a peer that is late may still come: nobody has failed, nor has it ended.
+
+        One who was never connected with a rank does not see it end, but others have.
+        """
+        notice = self.notice_of(peer)
+        return not self.store.check(["failed"]) and (notice is None or not notice.final)
 
     def notice_of(self, rank: int) -> Notice | None:
         """Return what a rank shows, if anything."""
