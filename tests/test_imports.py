@@ -18,7 +18,7 @@ EDGES: dict[str, str] = {
     "__main__": "cli",
     "bench": "engine errors extras files lifeline memory picture records registry runtime_model "
     "topology workloads",
-    "cli": "bench engine errors extras gossamer lab picture records registry runtime_model "
+    "cli": "bench engine errors extras gossamer lab picture rates records registry runtime_model "
     "topology workloads",
     "consensus": "errors registry topology",
     "engine": "consensus errors gossip lifeline optim records registry seeds simulate topology "
@@ -28,15 +28,16 @@ EDGES: dict[str, str] = {
     "files": "errors",
     "fork_server": "lifeline",
     "gossip": "consensus errors files normalization optim topology",
-    "lab": "errors",
+    "lab": "errors rates",
     "lifeline": "",
     "memory": "",
     "normalization": "errors",
     "optim": "errors",
     "picture": "errors extras files topology",
+    "rates": "errors",
     "records": "errors",
     "registry": "errors",
-    "runtime_model": "engine errors files gossip picture topology",
+    "runtime_model": "engine errors files gossip picture rates topology",
     "seeds": "",
     "simulate": "consensus errors memory normalization optim seeds topology",
     "topology": "errors registry",

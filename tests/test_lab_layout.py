@@ -4,14 +4,16 @@ import doctest
 
 import pytest
 
+from gossamer import rates
 from gossamer.errors import UserError
 from gossamer.lab import layout
-from gossamer.lab.layout import one_switch, parse_layout, parse_rate
+from gossamer.lab.layout import one_switch, parse_layout
+from gossamer.rates import parse_rate
 
 
 def test_examples_in_the_documentation() -> None:
-    """The examples in the docstrings of layout.py give what they say."""
-    assert doctest.testmod(layout).failed == 0
+    """The examples in the docstrings of layouts and rates give what they say."""
+    assert doctest.testmod(layout).failed == doctest.testmod(rates).failed == 0
 
 
 def test_hosts_on_one_switch_are_nodes_of_their_own() -> None:
@@ -38,7 +40,22 @@ def test_ranks_count_through_the_nodes() -> None:
     assert len({host.address for host in hosts}) == 6
 
 
-@pytest.mark.parametrize("text", ["", "300", "mbit", "-3mbit", "0mbit", "3 mb", "3mbit/s", "nan"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "300",
+        "mbit",
+        "-3mbit",
+        "0mbit",
+        "3 mb",
+        "3mbit/s",
+        "nan",
+        "9" * 400 + "gbit",
+        "99999gbit",
+        "٣mbit",
+    ],
+)
 def test_a_rate_that_is_none_is_refused(text: str) -> None:
     """What is not a positive number and a unit is an error that shows how to write one."""
     with pytest.raises(UserError, match="300mbit"):
@@ -54,7 +71,7 @@ def test_a_layout_that_is_none_is_refused(text: str) -> None:
         parse_layout(text)
 
 
-@pytest.mark.parametrize("num_hosts", [0, 251])
+@pytest.mark.parametrize("num_hosts", [0, 251, 10**11])
 def test_a_lab_has_a_bounded_number_of_hosts(num_hosts: int) -> None:
     """No hosts at all, and more than there are addresses, are refused."""
     with pytest.raises(UserError, match="1 to 250 hosts"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from random import Random
 
 import pytest
 from typer.testing import CliRunner
@@ -12,7 +13,8 @@ from gossamer.cli import app
 from gossamer.errors import UserError
 from gossamer.runtime_model import Profile, write_profile
 from gossamer.runtime_model.plan import WORTH_IT, make_plan
-from gossamer.runtime_model.presets import from_data_sheet
+from gossamer.runtime_model.presets import LINKS, from_data_sheet, link_of
+from gossamer.runtime_model.profile import Link
 
 TOPOLOGIES = ("ring", "one_peer_exponential", "aer")
 
@@ -73,6 +75,69 @@ def test_of_graphs_as_fast_the_best_mixing_one_is_advised() -> None:
     plan = make_plan(profile, [8], topologies=("one_peer_ring", "one_peer_exponential"))
     assert plan.advice[0].method == "one_peer_exponential"
     assert "mixes best" in plan.advice[0].reason
+
+
+def test_advice_that_flips_between_two_profiles_of_one_job_is_said_to_be_level() -> None:
+    """Times that differ by 2 % never turn advice into another that was not named as level."""
+    random, flips = Random(0), 0
+
+    def measured_again(profile: Profile) -> Profile:
+        off = [random.uniform(0.99, 1.01) for _ in range(3)]
+        return profile.with_compute(off[0]).with_rate(off[1]).replace(mix_s=profile.mix_s * off[2])
+
+    def advised(gbit: float) -> str:
+        return make_plan(transformer(f"{gbit}gbit").with_compute(20), [8]).advice[0].method
+
+    for low, high in ((1.0, 2.0), (40.0, 100.0)):  # the advice is another at each end
+        for _ in range(8):
+            middle = (low + high) / 2
+            low, high = (middle, high) if advised(middle) == advised(low) else (low, middle)
+        job = transformer(f"{low}gbit").with_compute(20)
+        plans = [make_plan(measured_again(job), [8]).advice[0] for _ in range(4)]
+        for one in plans:
+            for other in plans:
+                flips += one.method != other.method
+                assert one.method in (other.method, *other.level)
+    assert flips  # else nothing has been shown
+
+
+def test_methods_that_are_level_are_named_and_others_are_not() -> None:
+    """Within a tenth of the advised method's time; the reason says so in words."""
+    plan = make_plan(transformer("100gbit").with_compute(3), [8])
+    (advice,) = plan.advice
+    times = {row.method: row.prediction.mean_s for row in plan.rows}
+    own_s = times[advice.method]
+    near = {name for name, s in times.items() if 1 / 1.1 <= s / own_s <= 1.1}
+    assert near - {advice.method, "post_local_sgd(h=4)"} == {*advice.level}
+    assert {*advice.level} < {*times}
+    assert f"within the model's error of 10%: {', '.join(advice.level)}" in advice.reason
+
+
+def test_what_mixes_best_does_not_cost_the_saving() -> None:
+    """Where only the fastest graph saves enough, it is advised, and not another nearly as fast."""
+    advised: list[str] = []
+    for gbit in range(40, 120, 8):
+        job = transformer(f"{gbit}gbit").with_compute(20)
+        plan = make_plan(job.replace(mix_s=0.02 * job.compute_s), [8])
+        ddp_s = plan.rows[0].prediction.mean_s
+        gossip_s = min(row.prediction.mean_s for row in plan.rows[2:])
+        advised.append(plan.advice[0].method)
+        assert (advised[-1] == "ddp") == (1 - gossip_s / ddp_s < WORTH_IT)
+    assert {*advised} == {"complete", "one_peer_exponential"}
+
+
+@pytest.mark.parametrize("rate", ["300mbit", "64kbit", "40GBIT", "1.5gbit"])
+def test_a_plan_takes_any_rate_in_the_spelling_of_the_lab(tmp_path: Path, rate: str) -> None:
+    """What is given for the link between nodes is what the plan is for, and how it is told."""
+    text = "\n".join(run(tmp_path, "--workers", "8", "--link", rate))
+    assert f"{rate.lower()} between nodes" in text
+
+
+def test_latency_comes_from_the_next_slower_link_of_the_data_sheets() -> None:
+    """A rate between two of them is never better than the slower of the two says."""
+    assert link_of("300mbit") == Link(bits_s=3e8, latency_s=LINKS["1gbit"].latency_s)
+    assert link_of("40gbit") == Link(bits_s=4e10, latency_s=LINKS["25gbit"].latency_s)
+    assert {name: link_of(name) for name in LINKS} == LINKS
 
 
 def test_strong_scaling_divides_compute() -> None:

@@ -39,3 +39,16 @@ def nearest_in_brackets(name: str, known: Iterable[str]) -> str:
 def _question(name: str, known: Iterable[str]) -> str:
     match = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"did you mean {match[0]!r}?" if match else ""
+
+
+def quoted(value: object, most: int = 80) -> str:
+    """Return what was given as an error shows it: in quotes, and cut where it is long.
+
+    >>> quoted("ring"), quoted("9" * 400, most=12)
+    ("'ring'", "'9999999999… (402 characters)")
+    """
+    try:
+        text = repr(value)
+    except ValueError:  # whole numbers of more than 4300 digits
+        return f"a {type(value).__name__} that is too long to show"
+    return text if len(text) <= most else f"{text[: most - 1]}… ({len(text)} characters)"

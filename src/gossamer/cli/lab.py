@@ -18,11 +18,12 @@ from rich.markup import escape
 from gossamer.cli.terminal import say, say_error, show, show_json
 from gossamer.errors import UserError
 from gossamer.lab.cluster import Cluster
-from gossamer.lab.layout import Layout, format_rate, one_switch, parse_layout
+from gossamer.lab.layout import Layout, one_switch, parse_layout
 from gossamer.lab.namespaces import living_labs
 from gossamer.lab.network import set_link
 from gossamer.lab.processes import HostFailed, find_program
 from gossamer.lab.verify import TOLERANCE, Measurement
+from gossamer.rates import format_rate
 
 
 def lab_command(  # noqa: PLR0913 - one parameter per option

@@ -36,7 +36,7 @@ def plan_command(
     link: Annotated[
         str,
         typer.Option(
-            help=f"Another link between nodes: {', '.join(names('links'))}.",
+            help="Another rate between nodes, such as 300mbit or 25gbit.",
             autocompletion=complete("links"),
         ),
     ] = "",
@@ -76,11 +76,6 @@ def _sheet(description: str, **options: Any) -> Any:
     return typer.Option(help=description, rich_help_panel=_SHEET, **options)
 
 
-def _sheet_name(kind: str, before: str) -> Any:
-    """Return such an option that takes one of the names of a kind."""
-    return _sheet(f"{before} {', '.join(names(kind))}.", autocompletion=complete(kind))
-
-
 def profile_command(  # noqa: PLR0913 - one parameter per option
     context: typer.Context,
     workload: Annotated[
@@ -91,8 +86,13 @@ def profile_command(  # noqa: PLR0913 - one parameter per option
     ] = "",
     out: Annotated[Path, typer.Option(help="Where the profile goes.")] = Path("profile.json"),
     steps: Annotated[int, typer.Option(min=2, help="Measured steps.")] = 30,
-    gpu: Annotated[str, _sheet_name("GPUs", "One of")] = "",
-    link: Annotated[str, _sheet_name("links", "Between nodes:")] = "100gbit",
+    gpu: Annotated[
+        str, _sheet(f"One of {', '.join(names('GPUs'))}.", autocompletion=complete("GPUs"))
+    ] = "",
+    link: Annotated[
+        str,
+        _sheet("Rate between nodes, such as 300mbit or 25gbit.", autocompletion=complete("links")),
+    ] = "100gbit",
     params: Annotated[float, _sheet("Parameters of the model.", show_default="25.6e6")] = 25.6e6,
     flops: Annotated[
         float, _sheet("Operations of a worker's step; 0: 6 per parameter and sample.")

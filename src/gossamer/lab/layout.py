@@ -1,7 +1,7 @@
 """Which hosts a lab has and how fast their links are: a value, parsed from what a user writes.
 
 Pure: nothing here touches the kernel. Rates are bits per second on the wire, frame headers
-included, with the decimal units of `tc` (1 mbit = 1,000,000 bit/s).
+included.
 """
 
 from __future__ import annotations
@@ -10,40 +10,13 @@ import re
 from dataclasses import dataclass
 from typing import final
 
-from gossamer.errors import UserError
+from gossamer.errors import UserError, quoted
+from gossamer.rates import parse_rate
 
 MAX_HOSTS = 250
 """One host per address of a /24."""
 
-_UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
-_RATE = re.compile(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", re.IGNORECASE)
-_LAYOUT = re.compile(r"(\d+)x(\d+):([^/]+)/([^/]+)")
-
-
-def parse_rate(text: str) -> int:
-    """Return the bits per second that a rate such as `300mbit` stands for.
-
-    >>> parse_rate("1.5gbit")
-    1500000000
-    """
-    match = _RATE.fullmatch(text.strip())
-    bits_s = round(float(match[1]) * _UNITS[match[2].lower()]) if match else 0
-    if bits_s < 1000:
-        raise UserError(
-            f"a rate must be a positive number and a unit (kbit, mbit, gbit), got {text!r}; "
-            "write for example 300mbit or 1.5gbit"
-        )
-    return bits_s
-
-
-def format_rate(bits_s: float) -> str:
-    """Return a rate in the largest unit that leaves it at least 1.
-
-    >>> format_rate(1_500_000_000), format_rate(300_000_000)
-    ('1.5gbit', '300mbit')
-    """
-    unit = next((unit for unit in ("gbit", "mbit") if bits_s >= _UNITS[unit]), "kbit")
-    return f"{bits_s / _UNITS[unit]:.4g}{unit}"
+_LAYOUT = re.compile(r"([0-9]{1,9})x([0-9]{1,9}):([^/]+)/([^/]+)")
 
 
 @final
@@ -86,11 +59,7 @@ class Layout:
     """Rate of each node's uplink, shared by its hosts; empty: all hosts on one switch."""
 
     def __post_init__(self) -> None:
-        if not 1 <= len(self.hosts) <= MAX_HOSTS:
-            raise UserError(
-                f"a lab must have 1 to {MAX_HOSTS} hosts, got {len(self.hosts)}; "
-                "change --hosts or --layout"
-            )
+        _check_size(len(self.hosts))
 
     @property
     def num_nodes(self) -> int:
@@ -120,14 +89,14 @@ def one_switch(num_hosts: int, rates: str) -> Layout:
     >>> [host.rate_bits_s for host in one_switch(2, "300mbit,1gbit").hosts]
     [300000000, 1000000000]
     """
-    bits_s = [parse_rate(rate) for rate in rates.split(",")]
-    if len(bits_s) == 1:
-        bits_s *= num_hosts
-    if len(bits_s) != num_hosts:
+    _check_size(num_hosts)  # first: a list of all of them may not fit in memory
+    given = rates.split(",")
+    if len(given) not in (1, num_hosts):
         raise UserError(
-            f"--rate must be one rate or one per host ({num_hosts}), got {len(bits_s)}; "
+            f"--rate must be one rate or one per host ({num_hosts}), got {len(given)}; "
             "write for example --rate 300mbit"
         )
+    bits_s = [parse_rate(rate) for rate in given] * (num_hosts // len(given))
     return Layout(
         hosts=tuple(
             Host(rank=rank, node=rank, local_rank=0, rate_bits_s=rate)
@@ -150,15 +119,24 @@ def parse_layout(text: str) -> Layout:
     match = _LAYOUT.fullmatch(text.strip())
     if match is None or int(match[1]) == 0 or int(match[2]) == 0:
         raise UserError(
-            f"a layout must read NODESxWORKERS:INSIDE/BETWEEN, got {text!r}; "
+            f"a layout must read NODESxWORKERS:INSIDE/BETWEEN, got {quoted(text)}; "
             "write for example 2x4:10gbit/1gbit"
         )
     num_nodes, per_node = int(match[1]), int(match[2])
+    _check_size(num_nodes * per_node)
     inside, between = parse_rate(match[3]), parse_rate(match[4])
     return Layout(
         hosts=tuple(
             Host(rank=rank, node=rank // per_node, local_rank=rank % per_node, rate_bits_s=inside)
-            for rank in range(min(num_nodes * per_node, MAX_HOSTS + 1))
+            for rank in range(num_nodes * per_node)
         ),
         uplink_bits_s=(between,) * num_nodes,
     )
+
+
+def _check_size(num_hosts: int) -> None:
+    if not 1 <= num_hosts <= MAX_HOSTS:
+        raise UserError(
+            f"a lab must have 1 to {MAX_HOSTS} hosts, got {quoted(num_hosts)}; "
+            "change --hosts or --layout"
+        )

@@ -13,8 +13,9 @@ import time
 from dataclasses import dataclass
 from typing import final
 
-from gossamer.lab.layout import Host, Layout, format_rate
+from gossamer.lab.layout import Host, Layout
 from gossamer.lab.network import Network
+from gossamer.rates import format_rate
 
 TOLERANCE = 0.05
 """Largest relative difference between the rate asked for and the rate measured."""

@@ -25,8 +25,12 @@ from gossamer.topology.summary import summarize
 WORTH_IT = 0.03
 """Share of an iteration that gossip must save: less is not worth giving up the exact average."""
 
-AS_FAST = 0.02
+AS_FAST = 0.05
 """Graphs whose times differ by less are chosen by how well they mix."""
+
+LEVEL = 0.1
+"""Methods whose times differ by less are level: so far off are predictions, where the model has
+been held against measurements."""
 
 
 @final
@@ -64,6 +68,10 @@ class Advice:
 
     split: Split
     """Where the saving of the fastest gossip comes from, taken or not."""
+
+    level: tuple[str, ...]
+    """Other methods that are as good, for all that the model can tell: from another profile of the
+    same job one of them may be advised."""
 
 
 @final
@@ -168,21 +176,37 @@ def _row(job: Job, name: str, prediction: Prediction, ddp_s: float) -> Row:
 def _advise(job: Job, rows: Sequence[Row]) -> Advice:
     ddp = next(row for row in rows if row.method == DDP)
     gossiping = [row for row in rows if row.method not in METHODS]
-    fastest = min(gossiping, key=lambda row: row.prediction.mean_s)
-    limit_s = fastest.prediction.mean_s * (1 + AS_FAST)
+    fastest_s = min(row.prediction.mean_s for row in gossiping)
+    # What mixes best must not cost the saving itself.
+    worth_it_s = max(fastest_s, ddp.prediction.mean_s * (1 - WORTH_IT))
+    limit_s = min(fastest_s * (1 + AS_FAST), worth_it_s)
     as_fast = [row for row in gossiping if row.prediction.mean_s <= limit_s]
     best = max(as_fast, key=lambda row: row.mixing or 0.0)
     split = split_saving(job, build(best.method, job))
     saving = 1 - best.prediction.mean_s / ddp.prediction.mean_s
     stay = saving < WORTH_IT
     reason = _why_ddp(ddp, best, saving) if stay else _why_gossip(ddp, best, as_fast, split)
+    level = _level_with(ddp if stay else best, [ddp, *gossiping])
     return Advice(
         workers=ddp.workers,
         method=DDP if stay else best.method,
-        reason=reason,
+        reason=reason + _why_level(level),
         saving=0.0 if stay else saving,
         split=split,
+        level=level,
     )
+
+
+def _level_with(chosen: Row, rows: Sequence[Row]) -> tuple[str, ...]:
+    times = {row.method: row.prediction.mean_s for row in rows}
+    own_s = times.pop(chosen.method)
+    return tuple(name for name, s in times.items() if max(s, own_s) <= (1 + LEVEL) * min(s, own_s))
+
+
+def _why_level(level: Sequence[str]) -> str:
+    if not level:
+        return ""
+    return f"; level with it, within the model's error of {LEVEL:.0%}: {', '.join(level)}"
 
 
 def _why_ddp(ddp: Row, best: Row, saving: float) -> str:

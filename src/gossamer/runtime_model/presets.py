@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from gossamer.errors import UserError, nearest
+from gossamer.rates import parse_rate
 from gossamer.runtime_model.profile import Bucket, Link, Network, Profile
-
-T = TypeVar("T")
 
 FIRST_BUCKET_BYTES = 1024**2
 BUCKET_BYTES = 25 * 1024**2
@@ -49,6 +47,7 @@ GPUS: dict[str, Gpu] = {
     "h100": Gpu(989e12, 3350e9, Link(bits_s=450e9 * 8, latency_s=5e-6)),
 }
 
+# From slow to fast.
 LINKS: dict[str, Link] = {
     "1gbit": Link(bits_s=1e9, latency_s=50e-6),
     "10gbit": Link(bits_s=10e9, latency_s=30e-6),
@@ -77,7 +76,7 @@ def from_data_sheet(
 
     Args:
         gpu: a name in GPUS.
-        link: a name in LINKS, of each node's link to the others.
+        link: the rate of each node's link to the others, such as ``25gbit``.
         parameters: how many are trained.
         flops: operations of one worker in one forward and backward pass; about 6 per parameter and
             token for a transformer.
@@ -87,7 +86,9 @@ def from_data_sheet(
         variance: of the normalized compute time; 0.0017 for images and 0.0134 for sentences have
             been measured (arXiv:2410.11998).
     """
-    chosen, between = _find(GPUS, gpu, "gpu"), link_of(link)
+    if gpu not in GPUS:
+        raise UserError(f"a gpu must be one that is known, got {gpu!r}; {nearest(gpu, GPUS)}")
+    chosen, between = GPUS[gpu], link_of(link)
     least = {"parameters": (parameters, 1), "flops": (flops, 1), "variance": (variance, 0)}
     for name, (value, smallest) in least.items():
         if not smallest <= value < math.inf:
@@ -120,9 +121,15 @@ def from_data_sheet(
     )
 
 
-def link_of(name: str) -> Link:
-    """Return the link of a name in LINKS."""
-    return _find(LINKS, name, "link")
+def link_of(rate: str) -> Link:
+    """Return a link of a rate such as ``300mbit``, with the latency of the next slower of LINKS.
+
+    >>> link_of("300mbit")
+    Link(bits_s=300000000.0, latency_s=5e-05)
+    """
+    bits_s = parse_rate(rate)
+    slower = [link for link in LINKS.values() if link.bits_s <= bits_s]
+    return Link(bits_s=bits_s, latency_s=[LINKS["1gbit"], *slower][-1].latency_s)
 
 
 def bucket_sizes(num_bytes: int) -> list[int]:
@@ -133,10 +140,3 @@ def bucket_sizes(num_bytes: int) -> list[int]:
     count = math.ceil(rest / BUCKET_BYTES)
     edges = [FIRST_BUCKET_BYTES + rest * i // count for i in range(count + 1)]
     return [FIRST_BUCKET_BYTES, *(b - a for a, b in itertools.pairwise(edges))]
-
-
-def _find(table: Mapping[str, T], name: str, what: str) -> T:
-    if name not in table:
-        hint = nearest(name, table)
-        raise UserError(f"a {what} must be one that is known, got {name!r}; {hint}")
-    return table[name]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gossamer.rates import format_rate
 from gossamer.runtime_model.plan import Row
 from gossamer.runtime_model.profile import Profile
 
@@ -19,7 +20,7 @@ def describe(profile: Profile) -> str:
     network = profile.network
     links = f", nodes of {network.workers_per_node}" if network.workers_per_node > 1 else ""
     if network.between is not None:
-        links += f", {network.between.bits_s / 1e9:.3g} Gbit/s between nodes"
+        links += f", {format_rate(network.between.bits_s)} between nodes"
     return (
         f"{profile.name}: {profile.num_bytes / 1e6:.3g} MB in {len(profile.buckets)} buckets, "
         f"{1e3 * profile.compute_s:.3g} ms of compute (variance {profile.variance:.2g}){links}"
