@@ -4,7 +4,7 @@
 
 One JSON line per model and number of workers: the processor time of a step by the loop, by chunks
 of 8 to 128 MB of activations, and by what ``gradients="auto"`` chose, as ratios to the best.
-Models are those of ``benchmarks.simulation``, and workloads by their names. One thread, and
+Models are those of ``benchmarks.models``, and workloads by their names. One thread, and
 processor time, so that work beside it counts little; ways are interleaved, medians over rounds.
 
 ``regret`` is the chosen way against the best; ``regret_in_memory`` against the best of those that
@@ -23,7 +23,7 @@ import torch
 import typer
 from torch import Tensor
 
-from benchmarks.simulation import WORKLOADS, loss_of, make_optimizer
+from benchmarks.models import WORKLOADS, loss_of, make_optimizer
 from gossamer import Simulation, workloads
 
 SIZES_MB = (8, 16, 24, 32, 64, 128)

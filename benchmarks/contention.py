@@ -38,7 +38,7 @@ from typing import Annotated, NamedTuple, final
 import torch
 import typer
 
-from benchmarks.simulation import WORKLOADS, loss_of, make_optimizer
+from benchmarks.models import WORKLOADS, loss_of, make_optimizer
 from gossamer import Simulation
 from gossamer.bench.threads import WAIT
 
@@ -64,7 +64,7 @@ class Trial(NamedTuple):
 
 
 def main(
-    model: Annotated[str, typer.Option(help="As in benchmarks.simulation.")] = "mlp",
+    model: Annotated[str, typer.Option(help="As in benchmarks.models.")] = "mlp",
     workers: Annotated[int, typer.Option(min=1, help="Virtual ones.")] = 64,
     way: Annotated[list[str], typer.Option(help="THREADS:WAIT.")] = DEFAULT_WAYS,
     neighbours: Annotated[list[int], typer.Option(min=0, help="Busy processes.")] = NEIGHBOURS,

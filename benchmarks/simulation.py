@@ -1,6 +1,6 @@
 """What a simulated worker-step costs, in time and memory.
 
-    python -m benchmarks.simulation [--model mlp] [--workers 256 --workers 1008] [--rounds 3]
+    python -m benchmarks.simulation [--model mlp] [--workers 64 --workers 256] [--rounds 3] [--jax]
 
 One JSON line per model and number of workers. Three ways to do the same amount of training:
 
@@ -8,6 +8,11 @@ One JSON line per model and number of workers. Three ways to do the same amount 
 - ``loop``: a module and an optimizer per worker, one after the other; no mixing.
 - ``batch``: one model on one batch of all workers' samples, which is the limit: the same
   arithmetic on samples, and nothing per worker.
+
+With ``--jax`` (``pip install 'gossamer[jax]'``) there are two more, the whole step again, as
+one function that is compiled (``benchmarks/jax_steps.py``): ``jax_vmap`` and ``jax_map``. They must
+come to our parameters in the first steps, or it is an error. ``speed_to_jax`` is our speed over
+that of the faster of the two; a last line has the least of all rows and the geometric mean.
 
 They are interleaved, each for at least a quarter of a second per round. Rounds run in several
 processes, because the same code is faster or slower by a fifth from one process to the next.
@@ -25,6 +30,7 @@ was built; ``budget_mb`` is parameters + gradients + optimizer state + one mixin
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import re
 import statistics
@@ -33,17 +39,15 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 import typer
 from torch import Tensor, nn
-from torch.optim import SGD
 
+from benchmarks.models import WORKLOADS, Workload, loss_of, make_optimizer
 from gossamer import Simulation
-from tests.tasks import Tokens
 
-VOCABULARY, TIME = 64, 16
 WARMUP = 16
 """Steps before the first measured one: caches and freed memory settle in them."""
 
@@ -54,66 +58,12 @@ PASSES = 9
 """Reads and writes of every worker's parameters, or of as much memory, in a step."""
 
 
-class Workload(NamedTuple):
-    """A model, and the size of a worker's batch."""
-
-    build: Callable[[], nn.Module]
-    batch: int
-    sample: Callable[[int, int], tuple[Tensor, Tensor]]
-    """From workers and batch size: inputs and targets, workers first."""
-
-
-def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-
-
-def convnet() -> nn.Module:
-    return nn.Sequential(
-        nn.Unflatten(1, (1, 8, 8)),
-        *(nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()),
-        *(nn.Conv2d(16, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32), nn.ReLU()),
-        nn.MaxPool2d(4),
-        nn.Flatten(),
-        nn.Linear(128, 10),
-    )
-
-
-def lstm() -> nn.Module:
-    return Tokens(32, nn.LSTM(32, 64, batch_first=True), outputs=64, vocabulary=VOCABULARY)
-
-
-def transformer() -> nn.Module:
-    layers = [nn.TransformerEncoderLayer(32, 2, 64, dropout=0, batch_first=True) for _ in range(2)]
-    return Tokens(32, nn.Sequential(*layers), vocabulary=VOCABULARY)
-
-
-def images(workers: int, batch: int) -> tuple[Tensor, Tensor]:
-    return torch.randn(workers, batch, 64), torch.randint(10, (workers, batch))
-
-
-def tokens(workers: int, batch: int) -> tuple[Tensor, Tensor]:
-    sequences = torch.randint(VOCABULARY, (workers, batch, TIME + 1))
-    return sequences[..., :-1], sequences[..., -1]
-
-
-WORKLOADS = {
-    "mlp": Workload(mlp, 32, images),
-    "convnet": Workload(convnet, 16, images),
-    "lstm": Workload(lstm, 16, tokens),
-    "transformer": Workload(transformer, 16, tokens),
-}
-loss_of = nn.functional.cross_entropy
-
-
-def make_optimizer(parameters: Any) -> SGD:
-    return SGD(parameters, lr=0.01, momentum=0.9, fused=True)
-
-
 def main(
     model: Annotated[list[str] | None, typer.Option(help="Only this; repeatable.")] = None,
     workers: Annotated[list[int], typer.Option(min=1)] = [16, 64, 256, 1008],  # noqa: B006
     rounds: Annotated[int, typer.Option(min=1, help="Of every way, in each process.")] = 2,
     processes: Annotated[int, typer.Option(min=1, help="To repeat the rounds in.")] = 3,
+    jax: Annotated[bool, typer.Option("--jax", help="JAX's vmap and lax.map, too.")] = False,
     part: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
     """Print one JSON line per model and number of workers."""
@@ -121,20 +71,29 @@ def main(
         if name not in WORKLOADS:
             required = f"must be one of {', '.join(WORKLOADS)}, got {name!r}"
             raise typer.BadParameter(required, param_hint="--model")
+    if jax and importlib.util.find_spec("jax") is None:
+        missing = "needs jax, which is not installed; pip install 'gossamer[jax]'"
+        raise typer.BadParameter(missing, param_hint="--jax")
+    found: list[float] = []
     for name in model or WORKLOADS:
         for num_workers in workers:
             if part == "seconds":
-                line = seconds_of_ways(WORKLOADS[name], num_workers, rounds)
+                line = seconds_of_ways(name, num_workers, rounds, jax)
             elif part == "memory":
                 line = peak_memory(WORKLOADS[name], num_workers)
             else:
-                line = measure(name, num_workers, rounds, processes)
+                line = measure(name, num_workers, rounds, processes, jax)
             print(json.dumps(line), flush=True)
+            found += [line["speed_to_jax"]] if "speed_to_jax" in line else []
+    if found:
+        mean = round(statistics.geometric_mean(found), 3)
+        print(json.dumps({"least_speed_to_jax": min(found), "geometric_mean": mean}))
 
 
-def measure(name: str, num_workers: int, rounds: int, processes: int) -> dict[str, Any]:
-    """Return the throughput of the three ways, their ratios, and the simulation's memory."""
+def measure(name: str, num_workers: int, rounds: int, processes: int, jax: bool) -> dict[str, Any]:
+    """Return the throughput of all ways, their ratios, and the simulation's memory."""
     options = ["--model", name, "--workers", str(num_workers), "--rounds", str(rounds)]
+    options += ["--jax"] if jax else []
     runs = [in_own_process("seconds", options) for _ in range(processes)]
     memory = [in_own_process("memory", options) for _ in range(processes)]
     by_process = [run["seconds"] for run in runs]
@@ -148,7 +107,8 @@ def measure(name: str, num_workers: int, rounds: int, processes: int) -> dict[st
     }
     speed = {
         f"{way}_worker_steps_per_s": round(num_workers / statistics.median(seconds[way]))
-        for way in ("simulation", "loop", "batch")
+        for way in seconds
+        if way != "passes"
     }
     ratios = {
         "of_loop": median_ratio(seconds, "simulation", "loop"),
@@ -156,6 +116,12 @@ def measure(name: str, num_workers: int, rounds: int, processes: int) -> dict[st
         "of_batch_by_process": [median_ratio(one, "simulation", "batch") for one in by_process],
         "floor": round(1 + PASSES / 2 * median_ratio(seconds, "passes", "batch"), 3),
     }
+    if jax:
+        best = min(("jax_vmap", "jax_map"), key=lambda way: statistics.median(seconds[way]))
+        ratios["speed_to_jax"] = median_ratio(seconds, best, "simulation")
+        ratios["speed_to_jax_by_process"] = [
+            median_ratio(one, best, "simulation") for one in by_process
+        ]
     peaks = [run["peak_mb"] for run in memory]
     return {
         **sizes,
@@ -174,18 +140,23 @@ def in_own_process(part: str, options: list[str]) -> dict[str, Any]:
     return json.loads(output.stdout)
 
 
-def seconds_of_ways(workload: Workload, num_workers: int, rounds: int) -> dict[str, Any]:
+def seconds_of_ways(name: str, num_workers: int, rounds: int, jax: bool) -> dict[str, Any]:
     """Return seconds per step of each way in each round, and what the simulation chose."""
     torch.manual_seed(0)
+    workload = WORKLOADS[name]
     model = workload.build()
     inputs, targets = workload.sample(num_workers, workload.batch)
     sim = make_simulation(model, num_workers)
-    ways = {
+    ways: dict[str, Callable[[], object]] = {
         "simulation": lambda: sim.step(inputs, targets),
         "loop": loop_step(model, inputs, targets),
         "batch": batch_step(model, inputs, targets),
         "passes": pass_over(sum(p.numel() for p in sim.parameters.values())),
     }
+    if jax:
+        from benchmarks import jax_steps  # here, because it takes as many threads as torch has
+
+        ways |= jax_steps.ways_that_agree(name, model, sim, inputs, targets)
     for _ in range(WARMUP):
         ways["simulation"]()
     seconds: dict[str, list[float]] = {way: [] for way in ways}

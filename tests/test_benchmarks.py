@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 import typer
 
-from benchmarks import bits, imports, sizes, step
+from benchmarks import bits, imports, simulation, sizes, step
 from tests.page_commands import own_app
 
 # Jobs of several processes that each import torch: a loaded machine takes its time.
@@ -56,6 +57,23 @@ def test_a_benchmark_measures(name: str, capsys: pytest.CaptureFixture[str]) -> 
     assert printed
     if name != "runtime_model.paper":
         assert [line for line in printed.splitlines() if line.startswith("{") and json.loads(line)]
+
+
+def test_jax_comes_to_the_same_parameters(capsys: pytest.CaptureFixture[str]) -> None:
+    """Both of its ways do our work on every model, or benchmarks.simulation --jax is an error."""
+    pytest.importorskip("jax", reason="the extra jax is no part of make setup")
+    options = "--workers 4 --rounds 1 --processes 1 --jax"
+    typer.main.get_command(own_app(simulation)).main(options.split(), standalone_mode=False)
+    *rows, least = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["model"] for row in rows] == ["mlp", "convnet", "lstm", "transformer"]
+    assert least["least_speed_to_jax"] == min(row["speed_to_jax"] for row in rows)
+
+
+def test_jax_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """benchmarks.simulation --jax says what to install, before it measures anything."""
+    monkeypatch.setitem(sys.modules, "jax", None)
+    with pytest.raises(typer.BadParameter, match=r"needs jax.*pip install 'gossamer\[jax\]'"):
+        simulation.main(jax=True)
 
 
 def test_an_import_takes_no_longer_than_torch(
