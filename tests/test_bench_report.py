@@ -28,6 +28,7 @@ from gossamer.bench.store import Story
 from gossamer.cli.bench import bench_app
 from gossamer.cli.summary import summary_table
 from gossamer.errors import UserError
+from gossamer.records import Step
 from tests.browser import Page, browser, needs_browser
 from tests.stories import spec_of, story_of, write
 
@@ -176,7 +177,7 @@ def test_the_figures_draw_the_tables(folder: Path) -> None:
     assert found
     drawn = json.loads(found[1])["figures"]
     assert set(drawn) == {
-        *("scale", "learning", "connections", "dispersion"),
+        *("scale", "learning", "loss", "connections", "dispersion"),
         *("dispersion-by-step", "distance", "bytes"),
     }
 
@@ -200,6 +201,38 @@ def test_the_figures_draw_the_tables(folder: Path) -> None:
     results = analysis.summary.filter(pl.col("workers") == 36).select("method", "final")
     final = dict(results.iter_rows())
     assert ends == pytest.approx(final, rel=1e-5)
+
+
+def test_a_distance_of_zero_has_a_mark_below_all_others() -> None:
+    """Steps after which workers are equal are marked at the edge of the axis, and not left out."""
+    stories: list[Story] = []
+    for seed in range(2):
+        story = story_of(spec_of("D_local_sgd(every=10)", seed=seed), 0.9, spread=0.2)
+        records = [
+            record.model_copy(update={"distance": 0.0 if record.step % 10 == 0 else 0.2})
+            if isinstance(record, Step)
+            else record
+            for record in story.records
+        ]
+        stories.append(Story(story.run_id, records))
+    stories.append(story_of(spec_of("D_ring"), 0.9, spread=0.04))
+    drawn = {figure.name: figure for figure in figures(analyse(stories))}
+    own = [t for t in drawn["distance"].traces if t["meta"]["method"] != "D_ring"]
+    apart, equal = (trace for trace in own if "fill" not in trace)
+    assert (apart["x"], apart["y"]) == (list(range(5, 61, 10)), [0.2] * 6)
+    assert (equal["x"], equal["y"]) == (list(range(10, 61, 10)), [0.01] * 6)
+    assert equal["mode"] == "markers+text"
+    assert "Ξ = 0" in equal["hovertemplate"]
+    assert all(min(t["y"]) > 0.01 for t in drawn["distance"].traces if t is not equal)
+
+
+def test_the_loss_is_drawn_over_steps() -> None:
+    """Of the mean worker and of the worst, as recorded."""
+    (loss,) = [f for f in figures(analyse([story_of(spec_of("D_ring"), 0.9)])) if f.name == "loss"]
+    mean, worst = loss.traces
+    assert mean["y"] == pytest.approx([1 / step for step in mean["x"]], rel=1e-5)
+    assert worst["y"] == pytest.approx([2 / step for step in mean["x"]], rel=1e-5)
+    assert worst["meta"]["choice"] == {"show": "worst_loss"}
 
 
 def test_the_verdict_names_the_winner_and_its_cost() -> None:
@@ -276,12 +309,15 @@ def test_a_folder_without_runs_is_a_user_error(tmp_path: Path) -> None:
 # - Files
 
 
-def test_tables_are_written_as_csv_and_parquet(folder: Path, tmp_path: Path) -> None:
-    """All of them, equal to the analysis, and nothing beside them."""
+def test_tables_are_written_as_csv_parquet_and_latex(folder: Path, tmp_path: Path) -> None:
+    """All of them, equal to the analysis; as LaTeX those that papers print; nothing beside them."""
     analysis = Reader(folder).read().analysis
     write_tables(analysis, tmp_path / "t")
+    printed = {"summary", "differences", "verdicts", "observations", "fits", "graph_ranks"}
     names = {f"{name}.{kind}" for name in analysis._fields for kind in ("csv", "parquet")}
+    names |= {f"{name}.tex" for name in (*printed, "crossovers")}
     assert {path.name for path in (tmp_path / "t").iterdir()} == names
+    assert r"D\_torus & False & 3 &" in (tmp_path / "t" / "summary.tex").read_text()
     assert pl.read_parquet(tmp_path / "t" / "runs.parquet").equals(analysis.runs)
     read = pl.read_csv(tmp_path / "t" / "summary.csv")
     assert read["final"].to_list() == analysis.summary["final"].to_list()
@@ -292,8 +328,9 @@ def test_figures_are_written_as_images(tmp_path: Path) -> None:
     """One of each kind for each figure; what was begun is not left behind."""
     analysis = analyse(story_of(spec_of("C_complete", 4, seed), 0.5) for seed in range(2))
     write_figures(analysis, tmp_path / "f")
-    names = {f"{name}.{kind}" for name, _ in images(analysis) for kind in ("png", "svg")}
+    names = {f"{name}.{kind}" for name, _ in images(analysis) for kind in ("png", "svg", "pdf")}
     assert {path.name for path in (tmp_path / "f").iterdir()} == names
+    assert (tmp_path / "f" / "scale-digits-mlp.pdf").read_bytes().startswith(b"%PDF")
     assert (tmp_path / "f" / "scale-digits-mlp.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -405,7 +442,7 @@ def test_the_page_opens_offline_and_draws(folder: Path, page: Page) -> None:
     assert page.complaints == []
     assert [request for request in page.requests if not request.startswith("about:")] == [url]
     drawn = page.run("[...document.querySelectorAll('[data-figure] .main-svg:first-child')].length")
-    assert drawn == page.run("document.querySelectorAll('[data-figure]').length") == 7
+    assert drawn == page.run("document.querySelectorAll('[data-figure]').length") == 8
 
 
 @needs_browser

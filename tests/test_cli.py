@@ -249,6 +249,23 @@ def _collect(command: Any, path: str) -> None:
 _collect(get_command(app), "gossamer")
 
 
+def test_a_path_is_not_an_option(gossamer: Run) -> None:
+    """In every verb, an option that takes a path refuses the next option in its place."""
+    paths = [
+        (verb, each.opts[0])
+        for verb, command in VERBS.items()
+        for each in command.params
+        if each.param_type_name == "option" and each.type_descriptor.annotation is Path
+    ]
+    assert ("gossamer bench report", "--tables") in paths
+    assert len(paths) > 10
+    for verb, option in paths:
+        arguments = ["argument" for each in VERBS[verb].params if each.param_type_name != "option"]
+        result = gossamer(*verb.split()[1:], *arguments, option, "--figures")
+        assert result.returncode == 2
+        assert result.stderr.startswith(f"error: {option} takes a path, got '--figures'")
+
+
 def examples_in(text: str) -> list[str]:
     return [line.strip()[2:] for line in text.splitlines() if line.strip().startswith("$ ")]
 

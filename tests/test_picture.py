@@ -10,7 +10,7 @@ import pytest
 
 from gossamer import picture
 from gossamer.errors import UserError
-from gossamer.topology import complete, one_peer_exponential, parse, ring, static
+from gossamer.topology import complete, local_sgd, one_peer_exponential, parse, ring, static
 from tests.catalogue import ALL_TOPOLOGIES
 
 needs_browser = pytest.mark.skipif(not shutil.which("chromium"), reason="chromium not installed")
@@ -105,6 +105,15 @@ def test_a_thumbnail_shows_the_rounds_of_a_cycle_or_one_step() -> None:
     ada = parse("ada(k0=4, gamma=1, steps_per_epoch=1)", 8)
     edges = [picture.thumbnail(ada, "red", step).count("Q") for step in (0, 5)]
     assert edges == [16, 8]
+
+
+def test_steps_without_communication_are_passed_over() -> None:
+    """Of local SGD the step that averages is drawn, and where nobody ever talks, nobody's."""
+    averaging = picture.thumbnail(local_sgd(6, every=8), "red")
+    assert averaging.count("Q") == 15
+    assert [step for step, _ in picture.first_rounds(local_sgd(6, every=8), 4)] == [7]
+    assert [step for step, _ in picture.first_rounds(one_peer_exponential(16), 3)] == [0, 1, 2]
+    assert [step for step, _ in picture.first_rounds(static(complete(1)), 4)] == [0]
 
 
 @needs_browser

@@ -208,13 +208,22 @@ def _finish(figure: Figure, *, title: str, width: int, height: int, legend: bool
 
 
 def first_rounds(schedule: Schedule, limit: int) -> list[tuple[int, Round]]:
-    """Return the steps and rounds worth showing: of a cycle at most, without repeated ones."""
+    """Return the steps and rounds worth showing: of a cycle at most, without repeated ones.
+
+    Steps in which nobody hears anybody, as most of local SGD's, are passed over where others do.
+    """
     shown: list[tuple[int, Round]] = []
-    for step in range(min(limit, schedule.period or limit)):
+    seen = 0
+    for step in range(schedule.period or limit):
         round = schedule.round(step)
+        if round.degree == 0:
+            continue
         if not shown or round != shown[-1][1]:
             shown.append((step, round))
-    return shown
+        seen += 1
+        if seen == limit:
+            break
+    return shown or [(0, schedule.round(0))]
 
 
 def _short_title(schedule: Schedule) -> str:

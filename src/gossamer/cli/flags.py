@@ -1,10 +1,17 @@
-"""Commands whose help shows a flag as it is typed: typer writes <bool> after one, as of a value."""
+"""Commands as all verbs have them.
+
+Help shows a flag as it is typed: typer writes <bool> after one, as of a value. An option that takes
+a path does not take the option after it for one.
+"""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, final
 
 from typer.core import TyperCommand, TyperGroup
+
+from gossamer.errors import UserError
 
 
 @final
@@ -14,6 +21,14 @@ class Verb(TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:
         """Return all parameters, --help among them."""
         return _plain(super().get_params(ctx))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments; refuse an option that was given in place of a path."""
+        rest = super().parse_args(ctx, args)
+        if not ctx.resilient_parsing:  # completion looks at lines that are half typed
+            for each in self.params:
+                _check_path(each, ctx.params.get(each.name))
+        return rest
 
 
 @final
@@ -30,3 +45,13 @@ def _plain(parameters: list[Any]) -> list[Any]:
         if getattr(each, "is_flag", False):
             each.metavar = ""
     return parameters
+
+
+def _check_path(parameter: Any, value: object) -> None:
+    # Arguments need no check: typer takes what begins so for an option, except after --.
+    is_option = isinstance(value, Path) and parameter.param_type_name == "option"
+    if is_option and str(value).startswith("-"):
+        raise UserError(
+            f"{parameter.opts[0]} takes a path, got {str(value)!r}, which reads as an option; "
+            "write the path after it, an absolute one where it is really called so"
+        )

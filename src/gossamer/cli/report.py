@@ -22,10 +22,10 @@ def report_command(
         Path | None, typer.Option(help="The page.", show_default="FOLDER/report.html")
     ] = None,
     figures: Annotated[
-        Path | None, typer.Option(help="Write figures as .png and .svg into this folder.")
+        Path | None, typer.Option(help="Write figures as .png, .svg and .pdf into this folder.")
     ] = None,
     tables: Annotated[
-        Path | None, typer.Option(help="Write tables as .csv and .parquet into this folder.")
+        Path | None, typer.Option(help="Write tables as .csv, .parquet and .tex into this folder.")
     ] = None,
     tensorboard: Annotated[
         Path | None, typer.Option(help="Write curves for TensorBoard into this folder.")

@@ -27,7 +27,8 @@ MEASURES: dict[str, str] = {
 }
 """The measures of dispersion and what a report calls them."""
 
-_LONGEST_PERIOD = 4096
+LONGEST_PERIOD = 4096
+"""Of schedules whose rounds are counted one by one."""
 
 _NOT_A_VARIANT = {"workload", "workers", "method", "topology", "engine", "seed"}
 """Fields in which runs of one method may differ without being called differently; a topology may
@@ -192,7 +193,7 @@ def _connections(spec: Mapping[str, Any], steps: Sequence[Step]) -> float | None
             schedule = schedule_of(spec)
         except UserError:  # a name that is gone; its records tell as well
             schedule = None
-        if schedule and schedule.period and schedule.period <= _LONGEST_PERIOD:
+        if schedule and schedule.period and schedule.period <= LONGEST_PERIOD:
             degrees = [schedule.round(step).degree for step in range(schedule.period)]
             return float(spec["gossip_steps"] * sum(degrees) / len(degrees))
     heard = [step.degree * step.rounds for step in steps]

@@ -17,6 +17,7 @@ from gossamer.bench.analysis import MEASURES, PHASES, Analysis
 from gossamer.bench.analysis.comparison import SETTING, mean_curves
 from gossamer.bench.analysis.observations import LEAST
 from gossamer.bench.report.figure import Figure, series
+from gossamer.bench.report.step_figures import decisions_figure, distance_figure, loss_figure
 from gossamer.bench.report.style import Style, styles
 from gossamer.bench.report.traces import Trace, band, line, mark, numbers, points, thin
 from gossamer.bench.report.tuning_figures import sensitivity_figure
@@ -57,12 +58,13 @@ def figures(analysis: Analysis, norms: pl.DataFrame | None = None) -> list[Figur
     drawn = [
         _scale(analysis, look),
         _curves(analysis, shown, look, _STEPS),
+        loss_figure(analysis, shown, look),
         _connections(analysis, look),
         _accuracy_by_dispersion(analysis, look),
         _dispersion_by_step(analysis, shown, look),
         *([] if norms is None else [_norms(norms, shown, look)]),
-        _distance(analysis, shown, look),
-        _decisions(analysis, shown, look),
+        distance_figure(analysis, shown, look),
+        decisions_figure(analysis, shown, look),
         _curves(analysis, shown, look, _BYTES),
         _curves(analysis, on_processes, look, _SECONDS),
         sensitivity_figure(analysis, look),
@@ -340,87 +342,12 @@ def _norms(norms: pl.DataFrame, shown: pl.DataFrame, look: dict[str, Style]) -> 
     )
 
 
-def _distance(analysis: Analysis, shown: pl.DataFrame, look: dict[str, Style]) -> Figure:
-    traces: list[Trace] = []
-    mixing = shown.filter(~pl.col("centralized"))
-    for (workload, workers, method), curve in series(_mean_steps(analysis, mixing)):
-        kept = thin(curve.filter(pl.col("distance") > 0))
-        meta = mark(workload, workers, method, "steps", "consensus distance Ξ")
-        if (kept["runs"] > 1).any():
-            bounds = (kept["distance_low"], kept["distance_high"])
-            traces.append(band(look[method], kept["step"], *bounds, meta))
-        trace = line(look[method], kept["step"], kept["distance"], meta, "step %{x}: Ξ %{y:.3g}")
-        traces.append(trace)
-    return Figure(
-        "distance",
-        "Consensus distance",
-        "How far workers' parameters are from their mean, root mean square. It follows the "
-        "learning rate; a graph that mixes better keeps it lower. Band: lowest to highest seed.",
-        traces,
-        {"yaxis": {"type": "log", "exponentformat": "power"}},
-    )
-
-
-_DECISIONS = {
-    "degree": "neighbours k",
-    "rounds": "gossip rounds per step",
-    "target": "target distance",
-}
-
-
-def _decisions(analysis: Analysis, shown: pl.DataFrame, look: dict[str, Style]) -> Figure:
-    traces: list[Trace] = []
-    deciding = _mean_steps(analysis, shown.filter(~pl.col("centralized")))
-    for (workload, workers, method), curve in series(deciding):
-        controlled = curve["target"].is_not_null().any()
-        if curve["degree"].n_unique() == 1 and curve["rounds"].n_unique() == 1 and not controlled:
-            continue
-        for what, y_name in _DECISIONS.items():
-            kept = thin(curve.filter(pl.col(what).is_finite()))
-            if kept.is_empty():
-                continue
-            meta = mark(workload, workers, method, "steps", y_name, show=what)
-            trace = line(
-                look[method], kept["step"], kept[what], meta, f"step %{{x}}: %{{y:.3~g}} {y_name}"
-            )
-            trace["line"]["shape"] = "hv"
-            traces.append(trace)
-    return Figure(
-        "decisions",
-        "Graphs that change, and controllers",
-        "Only methods whose communication changes during training: the neighbours of Ada's "
-        "lattice, which thins out, and how often a controller mixes to keep the distance under its "
-        "target. Mean over seeds.",
-        traces,
-        {},
-        choices={"show": _DECISIONS},
-    )
-
-
 # - Parts
 
 
 def _metrics(analysis: Analysis) -> dict[str, str]:
     """Return what each workload is judged by."""
     return dict(analysis.runs.select("workload", "metric").unique().iter_rows())
-
-
-def _mean_steps(analysis: Analysis, runs: pl.DataFrame) -> pl.DataFrame:
-    named = runs.select("run_id", *SETTING, "method")
-    target = pl.col("target").filter(pl.col("target").is_finite()).mean()
-    return (
-        analysis.steps.join(named, on="run_id", maintain_order="left")
-        .group_by([*SETTING, "method", "step"], maintain_order=True)
-        .agg(
-            pl.len().alias("runs"),
-            pl.col("degree", "rounds").cast(pl.Float64).mean(),
-            target,
-            pl.col("distance").mean(),
-            pl.col("distance").min().alias("distance_low"),
-            pl.col("distance").max().alias("distance_high"),
-        )
-        .sort([*SETTING, "method", "step"], maintain_order=True)
-    )
 
 
 def _references(

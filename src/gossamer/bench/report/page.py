@@ -12,7 +12,7 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from gossamer.bench.analysis import MEASURES, Analysis
-from gossamer.bench.analysis.tabulate import schedule_of
+from gossamer.bench.analysis.tabulate import LONGEST_PERIOD, schedule_of
 from gossamer.bench.report import words
 from gossamer.bench.report.figures import Figure, figures, method_styles
 from gossamer.bench.report.reading import Results
@@ -172,10 +172,19 @@ def _graphs(results: Results) -> list[dict[str, Any]]:
 
 def _drawings(schedule: Schedule, color: str, last: int) -> list[tuple[str, Markup]]:
     first, end = schedule.round(0), schedule.round(last)
-    drawn = [("", thumbnail(schedule, color))]
+    drawn = [(_how_often(schedule), thumbnail(schedule, color))]
     if schedule.period is None and end.degree != first.degree:
         drawn = [
             (f"first, {first.degree} neighbours", drawn[0][1]),
             (f"last, {end.degree} neighbours", thumbnail(schedule, color, last)),
         ]
     return [(caption, Markup(svg)) for caption, svg in drawn]
+
+
+def _how_often(schedule: Schedule) -> str:
+    """Return in which steps of a cycle anybody hears anybody, where it is not all of them."""
+    period = schedule.period or 1
+    if period == 1 or period > LONGEST_PERIOD:
+        return ""
+    heard = sum(schedule.round(step).degree > 0 for step in range(period))
+    return "" if heard == period else f"{heard} of {period} steps"

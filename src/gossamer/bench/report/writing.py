@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import polars as pl
 
-from gossamer.bench.analysis import Analysis
+from gossamer.bench.analysis import Analysis, Tables
 from gossamer.bench.report.figures import Figure, figures
+from gossamer.bench.report.latex import to_latex
 from gossamer.bench.report.page import render
 from gossamer.bench.report.reading import Reader, Results
 from gossamer.extras import needed_by
@@ -18,6 +20,9 @@ from gossamer.files import write_all_atomic, write_atomic
 from gossamer.picture import rendering
 
 _NOT_IN_FILE_NAMES = r"[^\w.=()-]+"
+_IMAGES = ("png", "svg", "pdf")
+_MEASUREMENTS = {*Tables._fields, "dispersion_by_phase", "dispersion_by_run", "norms"}
+"""Tables with a row for each run at least, which no paper prints."""
 
 
 def write_report(
@@ -33,8 +38,8 @@ def write_report(
     Args:
         folder: where records are kept.
         out: the page; by default ``report.html`` in the folder.
-        figures_dir: where figures go as .png and .svg, if at all; needs Chromium.
-        tables_dir: where tables go as .csv and .parquet, if at all.
+        figures_dir: where figures go as .png, .svg and .pdf, if at all; needs Chromium.
+        tables_dir: where tables go as .csv, .parquet and .tex, if at all.
         tensorboard_dir: where curves go as TensorBoard's event files, if at all.
     """
     results = Reader(folder).read()
@@ -52,7 +57,8 @@ def write_report(
 def write_tables(analysis: Analysis, folder: Path, norms: pl.DataFrame | None = None) -> None:
     """Write every table, as .csv and .parquet; lists in a .csv are joined by semicolons.
 
-    Of norms it is how they are spread over workers; all of them lie beside the runs.
+    Results go as LaTeX too, measurements do not. Of norms it is how they are spread over workers;
+    all of them lie beside the runs.
     """
     tables = analysis._asdict() | ({} if norms is None else {"norms": norms})
     for name, table in tables.items():
@@ -60,17 +66,20 @@ def write_tables(analysis: Analysis, folder: Path, norms: pl.DataFrame | None = 
         flat = table.with_columns(pl.col(lists).list.join("; ")) if lists else table
         write_atomic(folder / f"{name}.csv", flat.write_csv)
         write_atomic(folder / f"{name}.parquet", table.write_parquet)
+        if name not in _MEASUREMENTS and len(table):
+            text = to_latex(flat)
+            write_atomic(folder / f"{name}.tex", partial(_write_text, text))
 
 
 def write_figures(analysis: Analysis, folder: Path, norms: pl.DataFrame | None = None) -> None:
-    """Write every figure as .png and .svg, one for each workload and scale."""
+    """Write every figure as .png, .svg and .pdf, one for each workload and scale."""
     from plotly.io import write_images
 
     drawn = dict(images(analysis, norms))
     if not drawn:
         return
-    paths = [folder / f"{name}.{kind}" for name in drawn for kind in ("png", "svg")]
-    charts = [chart for chart in drawn.values() for _ in ("png", "svg")]
+    paths = [folder / f"{name}.{kind}" for name in drawn for kind in _IMAGES]
+    charts = [chart for chart in drawn.values() for _ in _IMAGES]
 
     def write(aside: list[Path]) -> None:
         with rendering("leave --figures out: the page needs neither"):
@@ -136,6 +145,10 @@ def _chart(
         **axes,
     }
     return {"data": data, "layout": layout}
+
+
+def _write_text(text: str, path: Path) -> None:
+    path.write_text(text)
 
 
 def _named_before(trace: dict[str, Any], seen: set[str]) -> bool:
