@@ -6,8 +6,8 @@ Processes are forked from one that has imported torch, and join torch's own grou
 torchrun. Then, for each rank: the seconds that ``decentralize()`` takes, how many descriptors and
 threads it adds, and the processor time of a step of training, of which compute is emulated by a
 sleep; beside it that of the same step without a gossip, because many processes on few processors
-find their caches cold. Printed are medians over ranks, and the most descriptors that any of them
-adds.
+find their caches cold; and that of gathering all ranks' sketches, which a control does. Printed are
+medians over ranks, and the most descriptors that any of them adds.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import json
 import multiprocessing
 import os
 import time
+from collections.abc import Callable
 from statistics import median
 from typing import Annotated, Any, NamedTuple
 
@@ -97,7 +98,14 @@ def _work(rank: int, job: _Job, port: int, results: Any) -> None:
     torch_s = time.perf_counter() - began
     model = nn.Linear(320, 320)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    local_ms = _step_cpu_ms(model, optimizer, job)
+    inputs = torch.randn(8, 320)
+
+    def take_step() -> None:
+        optimizer.zero_grad()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+
+    local_ms = _cpu_ms(take_step, job)
     dist.barrier()
     descriptors, threads = _count("fd"), _count("task")
     began = time.perf_counter()
@@ -108,24 +116,22 @@ def _work(rank: int, job: _Job, port: int, results: Any) -> None:
         "descriptors": _count("fd") - descriptors,
         "threads": _count("task") - threads,
     }
-    row["step_cpu_ms"] = _step_cpu_ms(model, optimizer, job)
+    row["step_cpu_ms"] = _cpu_ms(take_step, job)
     row["local_step_cpu_ms"] = local_ms
+    row["sketches_cpu_ms"] = _cpu_ms(gossip.sketches, job)
     gossip.gather(0)  # nobody ends before all have counted
     results.put(row)
     gossip.close()
 
 
-def _step_cpu_ms(model: nn.Module, optimizer: torch.optim.Optimizer, job: _Job) -> float:
-    """Train, and return the processor time of a step in milliseconds."""
-    inputs = torch.randn(8, 320)
+def _cpu_ms(work: Callable[[], object], job: _Job) -> float:
+    """Return the processor time of a piece of work, of all threads, in milliseconds."""
     began = 0.0
     for step in range(job.steps + 2):
         if step == 2:
             began = time.process_time()
         time.sleep(job.compute_s)
-        optimizer.zero_grad()
-        model(inputs).square().mean().backward()
-        optimizer.step()
+        work()
     return 1e3 * (time.process_time() - began) / job.steps
 
 

@@ -23,6 +23,9 @@ from torch.optim import LBFGS, SGD, AdamW
 
 from gossamer.errors import UserError
 from gossamer.gossip import ExchangeError, decentralize
+from gossamer.gossip.failures import FailureDetector
+from gossamer.gossip.network import Network
+from gossamer.gossip.notices import NoticeBoard
 from gossamer.topology import Schedule, from_matrix, parse, ring, static
 from tests import reference
 from tests.ranks import run_ranks
@@ -772,7 +775,7 @@ def test_without_a_process_group_the_error_says_how_to_get_one() -> None:
 
 
 def test_what_a_rank_opens_follows_from_its_neighbours() -> None:
-    """Four times the ranks add to each the two more levels of a broadcast, not twelve peers."""
+    """Four times the ranks add two levels of a broadcast and of a gather to each, not 12 peers."""
 
     def body(group: ProcessGroup) -> int:
         model = nn.Linear(2, 2)
@@ -787,32 +790,52 @@ def test_what_a_rank_opens_follows_from_its_neighbours() -> None:
         before = len(os.listdir("/proc/self/fd"))
         return (max(run_ranks(num_ranks, body)) - before) / num_ranks
 
-    assert opened_by_each(16) <= opened_by_each(4) + 3
+    assert opened_by_each(16) <= opened_by_each(4) + 7
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 7, 8, 9])
+def test_all_ranks_gather_every_row_in_the_order_of_ranks(num_ranks: int) -> None:
+    """Whether or not their number is a power of two, and with several gathers in flight."""
+
+    def body(group: ProcessGroup) -> None:
+        detector = FailureDetector(NoticeBoard(group, timedelta(seconds=20)))
+        network = Network(group, detector, torch.device("cpu"))
+        own = torch.arange(3.0) + 10 * group.rank()
+        begun = [network.collectives.begin_gather_rows(factor * own, "rows") for factor in (1, 2)]
+        expected = torch.arange(3.0) + 10 * torch.arange(num_ranks)[:, None]
+        for factor, collect in enumerate(begun, start=1):
+            assert torch.equal(collect(), factor * expected)
+        network.close()
+
+    run_ranks(num_ranks, body)
 
 
 @pytest.mark.parametrize("order", ["awc", "atc"])
 def test_neighbours_connect_when_they_first_exchange(order: str) -> None:
-    """A schedule without a period opens nobody ahead, and only whom its rounds have needed."""
+    """A schedule without a period opens gathers' peers ahead, and then whom its rounds need."""
     num_steps, schedule = 4, parse("random_matching", 8)
 
-    def body(group: ProcessGroup) -> tuple[int, int]:
+    def body(group: ProcessGroup) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
         model = nn.Linear(2, 2)
         optimizer = sgd(model)
         gossip = decentralize(model, optimizer, schedule.name, process_group=group, order=order)
         lanes = gossip._worker.network._connections._lanes
-        ahead = len(lanes)
+        ahead = set(lanes)
         for _ in range(num_steps):
             optimizer.step()
         with gossip.drained():
-            needed = len(lanes)
+            needed = set(lanes)
         gossip.close()
         return ahead, needed
 
     # Under awc step 0 mixes nothing, and the last step has begun the exchange of the next.
     steps = range(1, num_steps + 1) if order == "awc" else range(num_steps)
-    for rank, opened in enumerate(run_ranks(8, body)):
-        partners = [schedule.round(step).neighbours(rank).sends.workers.tolist() for step in steps]
-        assert opened == (0, 2 * len({partner for found in partners for partner in found}))
+    for rank, (ahead, needed) in enumerate(run_ranks(8, body)):
+        assert ahead == {
+            lane for d in (1, 2, 4) for lane in (((rank + d) % 8, rank), (rank, (rank - d) % 8))
+        }
+        partners = {schedule.round(t).neighbours(rank).sends.workers.item() for t in steps}
+        assert needed == ahead | {lane for p in partners for lane in ((rank, p), (p, rank))}
 
 
 def test_the_end_of_one_rank_does_not_disturb_others_that_connect() -> None:

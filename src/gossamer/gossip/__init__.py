@@ -30,8 +30,9 @@ parameter goes through a step along ``step``, ``orders``, ``mixer`` and ``transp
     The wire
         network            what opens and ends together
         transport          the messages and all-reduces of a round
-        collector          a thread for further receives
         collectives        what every rank takes part in
+        all_gather         every rank's row on every rank, in few messages
+        collector          a thread for what waits on others one after the other
         connections        process groups of our own, and work on them
         gloo               groups that connect only ranks that talk to each other
         telemetry          what it has cost

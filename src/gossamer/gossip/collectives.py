@@ -9,14 +9,17 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable
-from typing import final
+from typing import TypeVar, final
 
 import torch
 from torch import Tensor
 
+from gossamer.gossip.all_gather import AllGather
 from gossamer.gossip.connections import Connections
 from gossamer.gossip.notices import name_ranks
 from gossamer.gossip.telemetry import Telemetry
+
+_T = TypeVar("_T")
 
 
 @final
@@ -33,6 +36,7 @@ class Collectives:
         self._detector = connections.detector
         self._telemetry = telemetry
         self._group = connections.open(connections.everyone, "collectives")
+        self._rows = AllGather(connections) if connections.on_cpu else None
         self._num_gathers = 0
 
     @property
@@ -74,16 +78,13 @@ class Collectives:
             value: this rank's number.
             call: what the numbers are for. Ranks that gather for something else are an error.
         """
-        self._detector.raise_failure()
         self._num_gathers += 1
-        pairs = torch.zeros(self.size, 2, dtype=torch.int64, device=self._connections.device)
         digest = hashlib.blake2b(f"{self._num_gathers} {call}".encode(), digest_size=7).digest()
-        pairs[self.rank, 0] = int.from_bytes(digest)
-        pairs[self.rank, 1] = value
-        wait = self._begin_sum(pairs, f"all ranks to come to {call}")
+        pair = torch.tensor([int.from_bytes(digest), value], device=self._connections.device)
+        collect_pairs = self.begin_gather_rows(pair, f"all ranks to come to {call}")
 
         def collect() -> list[int]:
-            self._wait_in(wait)
+            pairs = collect_pairs()
             if others := self._ranks_that_differ(pairs[:, 0].tolist()):
                 raise self._detector.difference(
                     others,
@@ -102,6 +103,9 @@ class Collectives:
             what: what the vectors are, for whoever asks why it failed.
         """
         self._detector.raise_failure()
+        if self._rows is not None:
+            gathered = self._rows.begin(row, what)
+            return lambda: self._wait_in(gathered)
         rows = [torch.empty_like(row) for _ in range(self.size)]
         wait = self._connections.begin(
             lambda: self._group.allgather([rows], [row]), what, self._others
@@ -143,8 +147,15 @@ class Collectives:
             wait()
         tensor.detach().copy_(received)
 
+    def wait_idle(self, seconds: float) -> None:
+        """Wait until no thread waits for a gather, or the time is over."""
+        if self._rows is not None:
+            self._rows.wait_idle(seconds)
+
     def close(self) -> None:
-        """Let go of the connections."""
+        """Let go of the connections; nothing may be in flight."""
+        if self._rows is not None:
+            self._rows.close()
         del self._group
 
     @property
@@ -155,12 +166,13 @@ class Collectives:
         everyone = self._connections.everyone
         return self._connections.begin_sum(self._group, everyone, tensor, what)
 
-    def _wait_in(self, wait: Callable[[], None]) -> None:
+    def _wait_in(self, wait: Callable[[], _T]) -> _T:
         """Wait for all ranks, and count the time."""
         began = time.perf_counter()
         with self._detector.blocked():
-            wait()
+            result = wait()
         self._telemetry.collective_s += time.perf_counter() - began
+        return result
 
     def _ranks_that_differ(self, digests: list[int]) -> list[int]:
         return [rank for rank, digest in enumerate(digests) if digest != digests[self.rank]]

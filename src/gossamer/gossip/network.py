@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import final
 
@@ -59,5 +60,7 @@ class Network:
         woken before, and all connections stay until the process is gone.
         """
         left = self.detector.seconds_left
-        self.transport.wait_idle(left + 1 if left < seconds + _SHUTDOWN_S else seconds)
+        deadline = time.monotonic() + (left + 1 if left < seconds + _SHUTDOWN_S else seconds)
+        for waiting in (self.transport, self.collectives):
+            waiting.wait_idle(deadline - time.monotonic())
         self._connections.keep_until_exit()
