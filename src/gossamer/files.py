@@ -1,14 +1,51 @@
-"""Files that are atomic: there entirely, or not at all."""
+"""Files: written whole or not at all, and read only where they are files of a bounded size."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from gossamer.errors import UserError
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read it.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file: a pipe or a device may never end.
+    """
+    # Without waiting: to open a pipe is to wait for someone who writes.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    kind = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(kind):
+        os.close(descriptor)
+        number = errno.EISDIR if stat.S_ISDIR(kind) else errno.EINVAL
+        reason = "a folder" if stat.S_ISDIR(kind) else "not a regular file"
+        raise OSError(number, reason, str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def read_bounded(path: Path, most_bytes: int) -> bytes:
+    """Return what is in a file.
+
+    Args:
+        path: of a regular file.
+        most_bytes: a larger one is refused before it is read.
+
+    Raises:
+        OSError: it cannot be read, is no regular file, or is larger.
+    """
+    with open_regular(path) as file:
+        if os.fstat(file.fileno()).st_size <= most_bytes:
+            content = file.read(most_bytes + 1)  # it may have grown
+            if len(content) <= most_bytes:
+                return content
+    raise OSError(errno.EFBIG, f"larger than the {most_bytes:,} bytes that are read", str(path))
 
 
 def write_atomic(path: Path, write: Callable[[Path], Any]) -> None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 import tomllib
 from collections.abc import Mapping
@@ -34,7 +35,6 @@ from pydantic import (
     ConfigDict,
     Field,
     NonNegativeFloat,
-    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     model_validator,
@@ -42,8 +42,14 @@ from pydantic import (
 
 from gossamer.bench.strict import validated
 from gossamer.errors import UserError
+from gossamer.files import read_bounded
 
 _Item = TypeVar("_Item")
+
+_MOST_BYTES = 2**20
+"""Of a file."""
+
+_MOST_LEVELS = 10
 
 
 def _listed(value: Any) -> Any:
@@ -109,14 +115,14 @@ class Tune(_Strict):
     method is on the edge of those tried, all methods get one more, in the same ratio.
     """
 
-    lr: list[PositiveFloat]
+    lr: list[PositiveFloat] = Field(max_length=64)
     seeds: Several[int] = [1000, 1001]
     """Of trials; the experiment's own are for what is compared."""
 
     validation: float = Field(default=0.1, gt=0, lt=1)
     """Share of the training samples that trials are judged by."""
 
-    extensions: NonNegativeInt = 4
+    extensions: int = Field(default=4, ge=0, le=32)
     """The most rates that are added on each side."""
 
     @model_validator(mode="after")
@@ -159,11 +165,22 @@ class Block(_Strict):
             )
         return self
 
+    @property
+    def num_points(self) -> int:
+        """How many combinations there are, trials included."""
+        listed = [self.workload, self.engine, self.workers, self.methods, self.seeds]
+        runs = math.prod(map(len, [*listed, *self.axes.values()]))
+        trials = len(self.tune.lr) * len(self.tune.seeds) if self.tune else 0
+        return runs * (1 + trials)
+
 
 class Experiment(Block):
     """What is compared."""
 
-    name: str = Field(pattern=r"^[\w.-]+$")
+    name: str = Field(pattern=r"^[\w-][\w.-]*$", max_length=100)
+    """The folder of its records is called so: no dot comes first, which would lead elsewhere or be
+    hidden."""
+
     include: list[dict[str, Any]] = []
     exclude: list[dict[str, Several[Any]]] = []
     skip_impossible: bool = False
@@ -206,7 +223,7 @@ def _merged(own: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
 def load(path: Path) -> Experiment:
     """Read an experiment from its file."""
     try:
-        text = path.read_text()
+        text = read_bounded(path, _MOST_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "not a text"
         raise UserError(
@@ -224,10 +241,7 @@ def parse(text: str, where: str, folder: Path | None = None) -> Experiment:
         where: what errors call it.
         folder: where paths start, unless it says so itself; by default the current folder.
     """
-    try:
-        given = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{where} must be TOML, got {error}; correct it") from None
+    given = _read_toml(text, where)
     place = (folder or Path.cwd()).resolve()
     if "folder" not in given:
         # Always: what a method returns may have paths, too.
@@ -237,6 +251,28 @@ def parse(text: str, where: str, folder: Path | None = None) -> Experiment:
         given["folder"] = str(place / given["folder"])
         text = _with_folder(text, given["folder"], where)
     return validated(Experiment, given | {"text": text}, where)
+
+
+def _read_toml(text: str, where: str) -> dict[str, Any]:
+    try:
+        given = tomllib.loads(text)
+    except RecursionError:
+        given = None
+    except ValueError as error:  # TOML's, and those of dates and numbers that Python cannot hold
+        raise UserError(f"{where} must be TOML, got {error}; correct it") from None
+    if given is None or not _is_flat(given, _MOST_LEVELS):
+        raise UserError(
+            f"{where} must nest tables and lists at most {_MOST_LEVELS} deep, got more; no key of "
+            "an experiment needs that"
+        )
+    return given
+
+
+def _is_flat(value: Any, levels: int) -> bool:
+    if not isinstance(value, dict | list):
+        return True
+    inner = value.values() if isinstance(value, dict) else value
+    return levels > 0 and all(_is_flat(each, levels - 1) for each in inner)
 
 
 def _with_folder(text: str, folder: str, where: str) -> str:

@@ -15,8 +15,11 @@ from gossamer.bench.strict import validated
 from gossamer.bench.tuning import Outcomes, Setting, Study, changed
 from gossamer.engine import RunSpec
 from gossamer.engine.parts import with_absolute_paths
-from gossamer.errors import ImpossibleError, UserError, nearest
+from gossamer.errors import ImpossibleError, UserError, nearest, quoted
 from gossamer.registry import absolute, shorten
+
+MAX_POINTS = 2**14
+"""Of an experiment."""
 
 _TAKEN = {"workload", "workers", "engine", "seed", "method"}
 """Fields that an experiment's own keys set."""
@@ -45,6 +48,7 @@ def expand(experiment: Experiment, outcomes: Outcomes | None = None) -> Matrix:
         experiment: what is compared.
         outcomes: of trials, where learning rates are tuned: which runs follow depends on them.
     """
+    _check_size(experiment)
     folder = Path(experiment.folder)
     matrix = _MatrixBuilder(experiment)
     settings: dict[str, Setting] = {}
@@ -61,6 +65,16 @@ def expand(experiment: Experiment, outcomes: Outcomes | None = None) -> Matrix:
                 settings.setdefault(setting.key, setting).add(spec)
     studies = [setting.study(outcomes or {}, matrix.add) for setting in settings.values()]
     return matrix.finish(studies)
+
+
+def _check_size(experiment: Experiment) -> None:
+    """Refuse more runs than can be listed in a minute, before any of them is made."""
+    count = sum(block.num_points for block in experiment.blocks)
+    if count > MAX_POINTS:
+        raise UserError(
+            f"an experiment may have up to {MAX_POINTS:,} combinations, trials included, got "
+            f"{quoted(count)} in {experiment.name}; split it into several"
+        )
 
 
 @final

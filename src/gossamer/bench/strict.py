@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from gossamer.errors import UserError, nearest
+from gossamer.errors import UserError, nearest, quoted
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -32,5 +32,5 @@ def validated(model: type[_Model], given: Mapping[str, Any], where: str) -> _Mod
         if first["type"] == "extra_forbidden":
             hint = nearest(str(first["loc"][-1]), model.model_fields)
             raise UserError(f"{where} has no key {key!r}; {hint}") from None
-        got = f", got {first['input']!r}" if first["type"] != "missing" else ""
+        got = f", got {quoted(first['input'])}" if first["type"] != "missing" else ""
         raise UserError(f"{where}: {key}: {first['msg']}{got}") from None

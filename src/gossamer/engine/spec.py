@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import sys
@@ -10,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 import torch
 from pydantic import (
@@ -18,9 +17,7 @@ from pydantic import (
     ConfigDict,
     Field,
     NonNegativeFloat,
-    NonNegativeInt,
     PositiveFloat,
-    PositiveInt,
     model_validator,
 )
 from torch import Tensor
@@ -42,12 +39,15 @@ from gossamer.optim import DiLoCo
 from gossamer.records import WorkloadFacts
 from gossamer.registry import Part, PlugInError, calls
 from gossamer.topology import Schedule
+from gossamer.topology.graphs import MAX_WORKERS
 from gossamer.workloads import Data, Workload
 
 CENTRALIZED = "centralized"
 """In place of a topology: gradients are averaged over all workers, which hold one model."""
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
+
+Count: TypeAlias = Annotated[int, Field(ge=1, le=10**9)]
 
 _FROM_RECIPE: Any = Field(default=None)  # never None once made: see RunSpec._take_recipe
 
@@ -60,7 +60,7 @@ class RunSpec(BaseModel):
     workload: str
     """A name in ``workloads.WORKLOADS``, or a plug-in; as all fields that name a part."""
 
-    workers: int = Field(ge=1)
+    workers: int = Field(ge=1, le=MAX_WORKERS)
     topology: str = "one_peer_exponential"
     """As ``topology.parse`` takes it, or ``"centralized"``."""
 
@@ -69,11 +69,11 @@ class RunSpec(BaseModel):
 
     engine: Literal["simulated", "distributed"] = "simulated"
     order: Literal["awc", "atc"] = "awc"
-    gossip_steps: int = Field(default=1, ge=1)
+    gossip_steps: int = Field(default=1, ge=1, le=1000)
     control: str = "plain"
     """A name in ``consensus.catalogue.CONTROLS``, with arguments."""
 
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, lt=2**63)
     dtype: Literal["float32", "float64"] = "float32"
     optimizer: str = _FROM_RECIPE
     """A name in ``OPTIMIZERS``; arguments of ``"sgd(momentum=0.9)"`` become optimizer_options."""
@@ -98,17 +98,17 @@ class RunSpec(BaseModel):
     """Whether ``lr_scaling`` uses the neighbourhood at each step, in place of the first step's.
     For local SGD that is all workers, always."""
 
-    reference_batch: PositiveInt = _FROM_RECIPE
+    reference_batch: Count = _FROM_RECIPE
     warmup_epochs: NonNegativeFloat = _FROM_RECIPE
-    batch_size: PositiveInt = _FROM_RECIPE
+    batch_size: Count = _FROM_RECIPE
     """Samples per worker and step."""
 
     sharding: str = _FROM_RECIPE
     """As ``workloads.parse_sharding`` takes it."""
 
-    epochs: PositiveInt = _FROM_RECIPE
-    steps_per_epoch: PositiveInt = _FROM_RECIPE
-    max_steps: PositiveInt | None = None
+    epochs: Count = _FROM_RECIPE
+    steps_per_epoch: Count = _FROM_RECIPE
+    max_steps: Count | None = None
     """End early after so many steps."""
 
     max_bytes: PositiveFloat | None = None
@@ -118,17 +118,17 @@ class RunSpec(BaseModel):
     max_train_s: PositiveFloat | None = None
     """End early when steps have taken so long."""
 
-    log_every: PositiveInt = 25
+    log_every: Count = 25
     """Steps between two Step records. They cost up to half of a step of the smallest model, so 25
     cost 2 % there, and less elsewhere (``benchmarks.records``)."""
 
-    evaluate_every: PositiveInt = 1
+    evaluate_every: Count = 1
     """Epochs between two Evaluation records; there is one at the end."""
 
-    evaluate_replicas: int = Field(default=8, ge=0)
+    evaluate_replicas: int = Field(default=8, ge=0, le=MAX_WORKERS)
     """How many workers' own models are evaluated."""
 
-    evaluate_samples: NonNegativeInt = _FROM_RECIPE
+    evaluate_samples: Annotated[int, Field(ge=0, le=10**9)] = _FROM_RECIPE
     """Test samples of an evaluation on the way, the same ones in all runs; 0 for all of them. The
     last evaluation is on all."""
 
@@ -146,10 +146,10 @@ class RunSpec(BaseModel):
         recipe = asdict(workload.recipe)
         full = {**recipe, **given, **split_optimizer(recipe, given)}
         full = with_absolute_paths(full, Path.cwd())
-        if full["steps_per_epoch"] is None:
-            with contextlib.suppress(TypeError, KeyError):
-                per_step = full["workers"] * full["batch_size"]
-                full["steps_per_epoch"] = max(1, workload.num_train // max(1, per_step))
+        workers, batch_size = full.get("workers"), full["batch_size"]
+        if full["steps_per_epoch"] is None and type(workers) is type(batch_size) is int:
+            per_step = max(1, workers * batch_size)
+            full["steps_per_epoch"] = max(1, workload.num_train // per_step)
         return full
 
     @model_validator(mode="after")

@@ -21,8 +21,8 @@ _PLAIN_PATH = r"""[^\s()\[\],='":]+"""
 _TOKEN = re.compile(
     rf"""\s*(?:
     (?P<plugin>(?:{_PLAIN_PATH}|'[^'\\]*'|"[^"\\]*"):[^\W\d][\w.]*)
-    |(?P<integer>[+-]?\d[\d_]*(?![\w.]))
-    |(?P<number>[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?(?![\w.]))
+    |(?P<integer>[+-]?[0-9][0-9_]*(?![\w.]))
+    |(?P<number>[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?(?![\w.]))
     |(?P<quoted>'[^'\\]*'|"[^"\\]*")
     |(?P<name>[^\W\d]\w*(?:-\w+)*)
     |(?P<mark>[()\[\],=])
@@ -31,6 +31,11 @@ _TOKEN = re.compile(
 )
 
 _QUOTES = "'\""
+
+_MOST_CHARACTERS = 10_000
+_MOST_LEVELS = 30
+_MOST_DIGITS = 18
+"""Of a whole number, which then fits in 64 bits."""
 
 _CONSTANTS = {"None": None, "True": True, "False": False}
 
@@ -90,11 +95,10 @@ def read(text: str) -> Call:
     >>> read("'my graphs/chords.py':chords")
     Call(name='my graphs/chords.py:chords', positional=[], named={})
     """
+    if len(text) > _MOST_CHARACTERS:
+        raise ValueError(f"more than {_MOST_CHARACTERS} characters")
     reader = _Reader(text)
-    try:
-        value = reader.read_value()
-    except RecursionError:
-        raise ValueError("brackets too deep") from None
+    value = reader.read_value()
     reader.check_end()
     if isinstance(value, Name):
         return Call(value)
@@ -109,6 +113,7 @@ class _Reader:
 
     def __init__(self, text: str) -> None:
         self._tokens: deque[tuple[str, str]] = deque()
+        self._level = 0
         end = 0
         while end < len(text):
             match = _TOKEN.match(text, end)
@@ -119,8 +124,18 @@ class _Reader:
             end = match.end()
 
     def read_value(self) -> Any:
+        self._level += 1
+        if self._level > _MOST_LEVELS:
+            raise ValueError(f"brackets more than {_MOST_LEVELS} deep")
+        value = self._read_value()
+        self._level -= 1
+        return value
+
+    def _read_value(self) -> Any:
         kind, word = self._take()
         if kind == "integer":
+            if len(word) > _MOST_DIGITS:
+                raise ValueError(f"a whole number of more than {_MOST_DIGITS} digits")
             return int(word)
         if kind == "number":
             return float(word)

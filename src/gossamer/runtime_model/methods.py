@@ -5,6 +5,7 @@ A new method is one function and one row of METHODS.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache, partial
 from typing import NamedTuple, TypeAlias
@@ -33,6 +34,8 @@ DDP = "ddp"
 """What all others are compared with."""
 
 NUM_TRIALS = 24
+_MANY_WORKERS = 256
+"""From here on there are fewer trials, so that a prediction rests on as many samples."""
 
 
 class Job(NamedTuple):
@@ -74,7 +77,9 @@ class Job(NamedTuple):
         profile = self.profile
         draw = resampled(profile.factors) if profile.factors else gamma(profile.variance)
         varies = bool(profile.factors) or profile.variance > 0
-        return Trials(draw=draw, num_trials=num_trials if varies else 1, seed=seed)
+        # Many workers are many samples by themselves.
+        enough = math.ceil(num_trials * min(1.0, _MANY_WORKERS / self.links.num_workers))
+        return Trials(draw=draw, num_trials=enough if varies else 1, seed=seed)
 
 
 Build: TypeAlias = Callable[[Job], TimedMethod]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
-from gossamer.errors import UserError
+from gossamer.errors import UserError, quoted
 from gossamer.runtime_model.factors import Split, split_saving
 from gossamer.runtime_model.methods import (
     DDP,
@@ -31,6 +31,12 @@ AS_FAST = 0.05
 LEVEL = 0.1
 """Methods whose times differ by less are level: so far off are predictions, where the model has
 been held against measurements."""
+
+
+MAX_SCALES = 32
+MAX_WORKERS = 2**14
+MAX_WORK = 2**19
+"""Workers times buckets: about two minutes per scale."""
 
 
 @final
@@ -109,11 +115,7 @@ def make_plan(
         strong: whether the batch of all workers together stays the profile's, so that compute
             shrinks as workers are added; by default the batch of each worker stays.
     """
-    if not workers or min(workers) < 2:
-        raise UserError(
-            f"a plan is for scales of 2 or more workers, got {list(workers)}; "
-            "write for example --workers 8,16,32"
-        )
+    _check_scales(profile, workers)
     rows: list[Row] = []
     advice: list[Advice] = []
     missing: dict[str, str] = {}
@@ -134,6 +136,22 @@ def make_plan(
         advice=tuple(advice),
         missing=missing,
     )
+
+
+def _check_scales(profile: Profile, workers: Sequence[int]) -> None:
+    """Refuse what would take hours before anything is computed."""
+    if not 1 <= len(workers) <= MAX_SCALES or min(workers) < 2:
+        raise UserError(
+            f"a plan is for 1 to {MAX_SCALES} scales of 2 or more workers, got "
+            f"{quoted(list(workers))}; write for example --workers 8,16,32"
+        )
+    largest, buckets = max(workers), len(profile.buckets)
+    if largest > MAX_WORKERS or largest * buckets > MAX_WORK:
+        most = min(MAX_WORKERS, MAX_WORK // buckets)
+        raise UserError(
+            f"a plan for {buckets} buckets is for up to {most:,} workers, got {quoted(largest)}; "
+            "take a smaller scale, or larger buckets for the profile"
+        )
 
 
 def _job(profile: Profile, workers: int, *, strong: bool) -> Job:

@@ -18,6 +18,9 @@ FIRST_BUCKET_BYTES = 1024**2
 BUCKET_BYTES = 25 * 1024**2
 """DDP's defaults: the first bucket is small, so that communication begins early."""
 
+MAX_PARAMETERS = 5e10
+"""Whose buckets a profile can hold."""
+
 _ADAM_BYTES = 28
 """Per parameter of 4 bytes: gradient, moments and parameter read, all but the first written."""
 
@@ -89,12 +92,17 @@ def from_data_sheet(
     if gpu not in GPUS:
         raise UserError(f"a gpu must be one that is known, got {gpu!r}; {nearest(gpu, GPUS)}")
     chosen, between = GPUS[gpu], link_of(link)
-    least = {"parameters": (parameters, 1), "flops": (flops, 1), "variance": (variance, 0)}
-    for name, (value, smallest) in least.items():
-        if not smallest <= value < math.inf:
-            raise UserError(f"{name} must be {smallest} or more, got {value}; see --help")
-    if not 0 < efficiency <= 1:
-        raise UserError(f"efficiency must be above 0 and at most 1, got {efficiency}; see --help")
+    limits = {
+        "parameters": (parameters, 1, MAX_PARAMETERS),
+        "flops": (flops, 1, 1e20),
+        "variance": (variance, 0, 100),
+        "efficiency": (efficiency, 1e-3, 1),
+        "workers": (workers, 1, 2**20),
+        "workers per node": (workers_per_node, 1, 2**20),
+    }
+    for name, (value, least, most) in limits.items():
+        if not least <= value <= most:
+            raise UserError(f"{name} must be from {least:g} to {most:g}, got {value}; see --help")
     compute_s = flops / (chosen.flops * efficiency)
     sizes = bucket_sizes(round(parameters) * 4)
     return Profile(

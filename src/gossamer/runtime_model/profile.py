@@ -7,22 +7,32 @@ Times are seconds, sizes bytes, rates bits per second of payload.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    NonNegativeFloat,
-    PositiveFloat,
-    PositiveInt,
     ValidationError,
 )
 
 from gossamer.errors import UserError
-from gossamer.files import write_atomic
+from gossamer.files import read_bounded, write_atomic
 
 SCHEMA = 1
+
+_MOST_BYTES = 2**24
+"""Of a file."""
+
+MAX_BUCKETS = 2**13
+
+# Far beyond any job, and near enough for sums and products of them to stay finite.
+Seconds: TypeAlias = Annotated[float, Field(ge=0, le=1e9)]
+Bytes: TypeAlias = Annotated[int, Field(ge=1, le=10**15)]
+Rate: TypeAlias = Annotated[float, Field(ge=1e-3, le=1e18)]
+Variance: TypeAlias = Annotated[float, Field(ge=0, le=100)]
+Factor: TypeAlias = Annotated[float, Field(ge=1e-6, le=1e6)]
+Workers: TypeAlias = Annotated[int, Field(ge=1, le=2**20)]
 
 
 class _Value(BaseModel):
@@ -34,26 +44,26 @@ class _Value(BaseModel):
 class Bucket(_Value):
     """Parameters whose gradients are complete, and travel, together."""
 
-    num_bytes: PositiveInt
-    backward_s: NonNegativeFloat
+    num_bytes: Bytes
+    backward_s: Seconds
     """Part of the backward pass that ends with its gradients."""
 
-    update_s: NonNegativeFloat
+    update_s: Seconds
     """Its share of the optimizer's step."""
 
 
 class Link(_Value):
     """One direction of a link."""
 
-    bits_s: PositiveFloat
-    latency_s: NonNegativeFloat = 0.0
+    bits_s: Rate
+    latency_s: Seconds = 0.0
     """From the start of a message to the arrival of its first byte."""
 
 
 class Network(_Value):
     """Nodes of equally many workers; links inside a node and between nodes."""
 
-    workers_per_node: PositiveInt = 1
+    workers_per_node: Workers = 1
     inside: Link
     """A worker's link to others of its node; not used where a node has one worker."""
 
@@ -76,8 +86,8 @@ class Network(_Value):
 class Hooks(_Value):
     """What a method's own code takes of every step, besides its passes over the parameters."""
 
-    ddp_s: NonNegativeFloat = 0.0
-    gossip_s: NonNegativeFloat = 0.0
+    ddp_s: Seconds = 0.0
+    gossip_s: Seconds = 0.0
 
 
 class Pair(_Value):
@@ -94,26 +104,26 @@ class Profile(_Value):
     name: str
     """What is trained, on what."""
 
-    workers: PositiveInt
+    workers: Workers
     """How many it was measured with, or whose batches its compute times are for."""
 
-    forward_s: NonNegativeFloat
-    buckets: tuple[Bucket, ...] = Field(min_length=1)
+    forward_s: Seconds
+    buckets: tuple[Bucket, ...] = Field(min_length=1, max_length=MAX_BUCKETS)
     """In the order in which the backward pass completes them."""
 
-    other_s: NonNegativeFloat = 0.0
+    other_s: Seconds = 0.0
     """The rest of an iteration: input, clipping, logging."""
 
-    mix_s: NonNegativeFloat = 0.0
+    mix_s: Seconds = 0.0
     """One pass over the parameters that mixes in a neighbour's."""
 
     hooks: Hooks = Hooks()
     """Matters where a step takes milliseconds."""
 
-    variance: NonNegativeFloat = 0.0
+    variance: Variance = 0.0
     """Of the normalized compute time: how far workers are apart in a step."""
 
-    factors: tuple[PositiveFloat, ...] = ()
+    factors: tuple[Factor, ...] = ()
     """Normalized compute times as measured, mean 1; without them, a gamma distribution."""
 
     network: Network
@@ -135,7 +145,13 @@ class Profile(_Value):
 
     def replace(self, **changes: Any) -> Profile:
         """Return the profile with other values in place of some."""
-        return Profile.model_validate({**self.model_dump(), **changes})
+        try:
+            return Profile.model_validate({**self.model_dump(), **changes})
+        except ValidationError as error:
+            raise UserError(
+                f"what is asked of {self.name} must be in a profile's range, got {_first(error)}; "
+                "ask for less of a change"
+            ) from error
 
     def with_compute(self, factor: float) -> Profile:
         """Return the profile with forward and backward pass this much longer."""
@@ -161,19 +177,24 @@ class Profile(_Value):
 def read_profile(path: Path) -> Profile:
     """Return the profile in a file."""
     try:
-        return Profile.model_validate_json(path.read_bytes())
+        return Profile.model_validate_json(read_bounded(path, _MOST_BYTES))
     except OSError as error:
         raise UserError(
             f"a profile must be a file that can be read, got {path}: {error.strerror}; "
             "write one with gossamer profile"
         ) from error
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the file"
         raise UserError(
-            f"a profile must hold what gossamer profile writes, got {path} with {where}: "
-            f"{first['msg']}; correct it, or measure again"
+            f"a profile must hold what gossamer profile writes, got {path} with {_first(error)}; "
+            "correct it, or measure again"
         ) from error
+
+
+def _first(error: ValidationError) -> str:
+    """Return what is wrong first, and where."""
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"]) or "the file"
+    return f"{where}: {first['msg']}"
 
 
 def write_profile(profile: Profile, path: Path) -> None:

@@ -15,12 +15,21 @@ import numpy as np
 import numpy.typing as npt
 from scipy.sparse import coo_array, csr_array
 
-from gossamer.errors import UserError
+from gossamer.errors import UserError, quoted
 from gossamer.topology.arrays import IntArray, Sparse
 from gossamer.topology.mixing_matrix import is_connected
 from gossamer.topology.partition import Partition
 from gossamer.topology.round import Round
 from gossamer.topology.weights import WeightRule, by_degree, uniform
+
+MAX_WORKERS = 2**17
+"""Larger topologies would take minutes to analyse."""
+
+MAX_MESSAGES = 2**24
+"""Of one round: about a gigabyte."""
+
+_MAX_DRAWN = 2**20
+"""Messages of a random regular graph, which is drawn one by one."""
 
 _MAX_DRAWS = 100
 
@@ -48,6 +57,7 @@ def lattice(num_workers: int, k: int, *, weights: WeightRule = by_degree) -> Rou
             f"lattice needs an even k, at least 2 and less than its {num_workers} workers, "
             f"got k={k}; {remedy}"
         )
+    check_messages(num_workers * k)
     reach = np.arange(1, k // 2 + 1)
     return weights(_circulant(num_workers, np.concatenate([-reach, reach])))
 
@@ -70,6 +80,7 @@ def complete(num_workers: int, *, weights: WeightRule = by_degree) -> Round:
     check_workers(num_workers)
     if weights in (by_degree, uniform):  # 1/n on everyone, without n² edges to weigh
         return Round.within(Partition.whole(num_workers))
+    check_messages(num_workers * (num_workers - 1))
     return weights(_circulant(num_workers, np.arange(1, num_workers)))
 
 
@@ -88,6 +99,7 @@ def erdos_renyi(
     check_workers(num_workers)
     if not 0 <= p <= 1:
         raise UserError(f"erdos_renyi needs p in [0, 1], got p={p}; p is the share of linked pairs")
+    check_messages(round(p * num_workers * (num_workers - 1)))
     rng = np.random.default_rng(check_seed(seed))
     num_pairs = num_workers * (num_workers - 1) // 2
     for _ in range(_MAX_DRAWS):
@@ -117,6 +129,7 @@ def random_regular(
             f"random_regular needs k in 1..{num_workers - 1} and an even number of edge ends "
             f"{num_workers}*k, got k={k}; use {f'k={best}' if best > 1 else 'ring or complete'}"
         )
+    check_messages(num_workers * k, _MAX_DRAWN)
     for draw in range(_MAX_DRAWS):
         graph = _draw_regular(num_workers, k, seed + draw * 1_000_003)
         if is_connected(graph):
@@ -180,22 +193,31 @@ def log2_of(num_workers: int, what: str, instead: str) -> int:
 
 
 def check_workers(num_workers: int) -> None:
-    """Raise unless there is at least one worker."""
+    """Raise unless there is at least one worker, and not more than can be analysed."""
     try:
-        enough = operator.index(num_workers) >= 1
+        fits = 1 <= operator.index(num_workers) <= MAX_WORKERS
     except TypeError:  # not a whole number
-        enough = False
-    if not enough:
+        fits = False
+    if not fits or isinstance(num_workers, bool):
         raise UserError(
-            f"a topology needs at least one worker, got {num_workers!r}; "
-            "give a whole number, 1 or more"
+            f"a topology needs at least one worker, got {quoted(num_workers)}; "
+            f"give a whole number from 1 to {MAX_WORKERS:,}"
+        )
+
+
+def check_messages(count: int, most: int = MAX_MESSAGES) -> None:
+    """Raise where a round would have more messages than memory and patience allow."""
+    if count > most:
+        raise UserError(
+            f"a round of such a graph may have up to {most:,} messages, got {quoted(count)}; "
+            "use fewer workers or neighbours, or complete, which is held without its messages"
         )
 
 
 def check_seed(seed: int) -> int:
     """Return the seed, after a check that generators take it."""
-    if seed < 0:
-        raise UserError(f"a seed must be at least 0, got {seed}; use its absolute value")
+    if not 0 <= seed < 2**63:
+        raise UserError(f"a seed must be at least 0, got {quoted(seed)}; use one below 2**63")
     return seed
 
 

@@ -19,10 +19,11 @@ from typing import final
 import numpy as np
 from scipy.sparse import csr_array
 
-from gossamer.errors import UserError
+from gossamer.errors import UserError, quoted
 from gossamer.topology.arrays import IntArray
 from gossamer.topology.finite_time import base_graph_rounds
 from gossamer.topology.graphs import (
+    check_messages,
     check_seed,
     check_workers,
     complete,
@@ -34,6 +35,9 @@ from gossamer.topology.round import Round
 from gossamer.topology.weights import group_average
 
 _ROUNDS_KEPT = 64
+
+MAX_LOCAL_STEPS = 2**14
+"""Of local SGD: who looks for the exact average goes through a period."""
 
 
 @final
@@ -147,6 +151,11 @@ def local_sgd(num_workers: int, every: int = 8) -> Schedule:
     """
     check_workers(num_workers)
     _positive(every, "local_sgd", "every")
+    if every > MAX_LOCAL_STEPS:
+        raise UserError(
+            f"local_sgd needs every of at most {MAX_LOCAL_STEPS:,} steps, got {quoted(every)}; "
+            "average more often"
+        )
 
     def build(step: int) -> Round:
         alone = np.arange(num_workers)
@@ -223,6 +232,7 @@ def base_graph(num_workers: int, k: int = 1) -> Schedule:
     """
     check_workers(num_workers)
     _positive(k, "base_graph", "k")
+    check_messages(num_workers * min(k, num_workers - 1))
     return cycle(base_graph_rounds(num_workers, k))
 
 
@@ -272,7 +282,7 @@ def ada(num_workers: int, k0: int, gamma: float, steps_per_epoch: int) -> Schedu
     _positive(steps_per_epoch, "ada", "steps_per_epoch")
     if k0 < 2 or not 0 <= gamma < math.inf:
         raise UserError(
-            f"ada needs k0 >= 2 and a finite gamma >= 0, got k0={k0}, gamma={gamma}; "
+            f"ada needs k0 >= 2 and a finite gamma >= 0, got k0={quoted(k0)}, gamma={gamma}; "
             "k0=10, gamma=0.02 is the paper's choice for 96 workers and 300 epochs"
         )
 

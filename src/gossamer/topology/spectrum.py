@@ -25,6 +25,9 @@ _DENSE_BELOW = 1100
 _NUM_STARTS = 64
 """Random starts that stand for all of them above that number."""
 
+_MOST_MIXED = 2**23
+"""Workers times rounds, in which the exact average is looked for: seconds."""
+
 _EXACT = 1e-10
 """A product of rounds that is this close to J is J, up to rounding."""
 
@@ -83,15 +86,23 @@ def rounds_to_consensus(schedule: Schedule) -> int | None:
 
     None means asymptotic: the error shrinks for ever. Exact means that one round takes it to the
     level of rounding. It is looked for within two periods, at least 64 rounds, and while the error
-    is above 1e-9 of its start: what comes later cannot be told from rounding.
+    is above 1e-9 of its start: what comes later cannot be told from rounding. Of many workers at
+    most 2²³/n rounds, but 64, are mixed; those in which nobody talks do not count.
     """
     _check_mean([schedule.round(step) for step in range(window(schedule))])
     state = _random_starts(schedule.num_workers, num_starts=4)
     first = error = _norm_of_deviation(state)
     if error == 0:
         return 0
+    mixed, most = 0, max(64, _MOST_MIXED // schedule.num_workers)
     for step in range(max(64, 2 * (schedule.period or 0))):
-        state = _mix(schedule.round(step), state)
+        round = schedule.round(step)
+        if not round.degree:
+            continue
+        if mixed == most:
+            return None
+        mixed += 1
+        state = _mix(round, state)
         previous, error = error, _norm_of_deviation(state)
         if error <= 1e-13 * first and error <= 1e-3 * previous:
             return step + 1
