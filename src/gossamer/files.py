@@ -24,9 +24,9 @@ def open_regular(path: Path) -> BinaryIO:
     kind = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(kind):
         os.close(descriptor)
-        number = errno.EISDIR if stat.S_ISDIR(kind) else errno.EINVAL
-        reason = "a folder" if stat.S_ISDIR(kind) else "not a regular file"
-        raise OSError(number, reason, str(path))
+        if stat.S_ISDIR(kind):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
     return os.fdopen(descriptor, "rb")
 
 
