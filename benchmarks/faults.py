@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import os
 import shutil
 import signal
@@ -28,13 +29,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gossamer.gossip import Gossip, decentralize
 from gossamer.gossip.network import Network
 from gossamer.topology import Round, Schedule, parse, ring
 
 FAULT_STEP = 20
-NUM_STEPS = 26
+NUM_STEPS = 36
 _END_S = 15.0
 """How long a rank may take to end after its error."""
 
@@ -81,6 +83,15 @@ def _stall(gossip: Gossip) -> None:
 
 def _raise(gossip: Gossip) -> None:
     raise ValueError("bad sample in the data")
+
+
+def _spoil_gradients(gossip: Gossip) -> None:
+    def spoil(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.fill_(math.nan)
+
+    register_optimizer_step_pre_hook(spoil)
 
 
 def _average_alone(gossip: Gossip) -> None:
@@ -134,6 +145,8 @@ def _meets_late(rank: int, num_workers: int) -> Schedule:
     return Schedule(num_workers, None, build)
 
 
+_NOT_FINITE = "rank 2 raised NonFiniteError('parameters must be finite, got those of rank 2"
+
 FAULTS: dict[str, Fault] = {
     "killed": Fault(2, "rank 2 is gone", _kill, silent=True),
     "killed in an all-reduce": Fault(2, "rank 2 is gone", _kill, "complete", silent=True),
@@ -147,6 +160,8 @@ FAULTS: dict[str, Fault] = {
         2, "rank 2 is gone or stalled", _stall, "one_peer_exponential", silent=True
     ),
     "raises": Fault(2, "rank 2 raised ValueError('bad sample in the data') at step 20", _raise),
+    "NaN": Fault(2, _NOT_FINITE, _spoil_gradients),
+    "NaN in an all-reduce": Fault(2, _NOT_FINITE, _spoil_gradients, "complete"),
     "rank 0 killed": Fault(0, "rank 0 is gone", _kill, silent=True),
     "rank 0 killed with the store": Fault(
         0, "the store does not answer", _kill, silent=True, stored_on_0=True

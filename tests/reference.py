@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer, RMSprop
 
 from gossamer.optim import AccumAdamW, tell_num_workers
-from gossamer.topology import Schedule
+from gossamer.topology import Round, Schedule
 
 MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -88,24 +88,40 @@ def train_models(
     for optimizer in optimizers:
         tell_num_workers(optimizer, schedule.num_workers)
     for step in range(num_steps):
-        weights = torch.from_numpy(schedule.round(step).matrix().toarray())
+        round = schedule.round(step)
         for worker, model in enumerate(models):
             model.zero_grad()
             loss(model, worker, step).backward()
         if order == "awc":
-            mix_(models, weights)
+            mix_(models, weights_among(models, round))
         for optimizer in optimizers:
             optimizer.step()
         if order == "atc":
-            mix_(models, weights)
+            mix_(models, weights_among(models, round))
     return models
+
+
+def weights_among(models: list[nn.Module], round: Round) -> Tensor:
+    """Return W, in which nobody mixes with a worker whose parameters are not finite."""
+    weights = torch.from_numpy(round.matrix().toarray())
+    for worker, model in enumerate(models):
+        if vector_of(model).isfinite().all():
+            continue
+        weights += torch.diag(weights[:, worker])  # others keep that weight on their own
+        weights[:, worker] = 0
+        stay = next((group for group in round.reduced_groups() if worker in group), [worker])
+        weights[stay] = torch.eye(len(models), dtype=weights.dtype)[stay]
+    return weights
 
 
 @torch.no_grad()
 def mix_(models: list[nn.Module], weights: Tensor) -> None:
-    """Multiply: x ← W x."""
+    """Multiply: x ← W x, where a weight of zero stands for no product at all."""
     for parameters in zip(*(model.parameters() for model in models), strict=True):
-        mixed = torch.tensordot(weights, torch.stack(parameters), dims=1)
+        mixed = [
+            sum(weight * parameters[sender] for sender, weight in enumerate(row) if weight)
+            for row in weights
+        ]
         for parameter, value in zip(parameters, mixed, strict=True):
             parameter.copy_(value)
 

@@ -112,6 +112,7 @@ def test_tensorboard_shows_every_number(tmp_path: Path) -> None:
         exposed_s=0.4,
         in_flight_s=1.6,
         meeting_s=0.1,
+        left_out={3: 2, 5: 1},
     )
     with SummaryWriter(str(tmp_path)) as writer:
         stats.write_to(writer)
@@ -120,9 +121,10 @@ def test_tensorboard_shows_every_number(tmp_path: Path) -> None:
     read: dict[str, Any] = {tag: events.Scalars(tag)[0] for tag in tags}
     assert {tag.removeprefix("gossip/") for tag in read} == {
         *("num_steps", "bytes_sent", "messages_sent", "exposed_s", "in_flight_s"),
-        *("meeting_s", "exposed_per_step_s", "overlap"),
+        *("meeting_s", "exposed_per_step_s", "overlap", "left_out", "mean_moved"),
     }
     assert read["gossip/overlap"].value == pytest.approx(0.75)
     assert read["gossip/exposed_per_step_s"].value == pytest.approx(0.05)
     assert {scalar.step for scalar in read.values()} == {8}
     assert read["gossip/bytes_sent"].value == 640
+    assert read["gossip/left_out"].value == 3

@@ -130,6 +130,12 @@ def scale_with_torch(model: nn.Module, optimizer: Optimizer, gossip: Gossip) -> 
     scaler.step(optimizer)
 
 
+def learn_nan(model: nn.Module, optimizer: Optimizer, gossip: Gossip) -> None:
+    optimizer.param_groups[0]["lr"] = float("nan")
+    for _ in range(10):
+        train(model, optimizer)
+
+
 def step_in_average(model: nn.Module, optimizer: Optimizer, gossip: Gossip) -> None:
     with gossip.averaged():
         optimizer.step()
@@ -294,6 +300,7 @@ PROVOKE: dict[str, Callable[[], object]] = {
     "parameters must not change": in_loop(write_parameters),
     "parameters must stay": in_loop(replace_parameter),
     "parameters must be trainable": in_loop(add_parameter),
+    "parameters must be finite": in_loop(learn_nan),
     "a GradScaler must": in_loop(scale_with_torch),
     "optimizer.step() must": in_loop(step_in_average),
     "inside join()": in_loop(average_in_join),

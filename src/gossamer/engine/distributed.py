@@ -205,6 +205,7 @@ class _Gossiping:
             gossip_steps=spec.gossip_steps,
             control=spec.control,
             norms_every=spec.log_every,
+            nonfinite_rounds=0,  # a run that diverges is a result
         )
         self._overlapped = spec.order == "awc"
         self._on_the_wire = 0.0

@@ -70,6 +70,7 @@ class _Virtual:
                 seed=spec.seed,
                 memory_gb=memory_gb,
                 norms_every=spec.log_every,
+                nonfinite_rounds=0,  # a run that diverges is a result
             )
         self._outer = spec.make_outer(self._sim.parameters.values())
         self._losses = torch.empty(0)

@@ -22,6 +22,7 @@ parameter goes through a step along ``step``, ``orders``, ``mixer`` and ``transp
         orders             awc and atc: when a step mixes
         rank_meter         what a controller sees of all ranks
         mixer              x ← W x on buckets, in two halves; owns what is in flight
+        left_out           ranks whose parameters are not finite
         replica            the parameters in buckets; their average, and putting them back
         guard              parameters that are no longer what is sent
         wrapper_watch      DDP that averages gradients of what gossips
@@ -30,6 +31,8 @@ parameter goes through a step along ``step``, ``orders``, ``mixer`` and ``transp
     The wire
         network            what opens and ends together
         transport          the messages and all-reduces of a round
+        exchange           one bucket of a round, in flight and arrived
+        marks              what is sent in place of parameters that are not finite
         collectives        what every rank takes part in
         all_gather         every rank's row on every rank, in few messages
         collector          a thread for what waits on others one after the other
@@ -48,5 +51,14 @@ from gossamer.gossip.failures import ExchangeError
 from gossamer.gossip.gossip import Gossip
 from gossamer.gossip.scaler import GradScaler
 from gossamer.gossip.telemetry import Stats
+from gossamer.nonfinite import NonFiniteError
 
-__all__ = ["Checkpoints", "ExchangeError", "Gossip", "GradScaler", "Stats", "decentralize"]
+__all__ = [
+    "Checkpoints",
+    "ExchangeError",
+    "Gossip",
+    "GradScaler",
+    "NonFiniteError",
+    "Stats",
+    "decentralize",
+]

@@ -24,6 +24,7 @@ from gossamer.gossip.handshake import (
     rounds_digest,
     shake_hands,
 )
+from gossamer.gossip.left_out import LeftOut
 from gossamer.gossip.mixer import Mixer
 from gossamer.gossip.model_state import ModelState
 from gossamer.gossip.network import Network
@@ -34,6 +35,7 @@ from gossamer.gossip.replica import Replica
 from gossamer.gossip.step import Step
 from gossamer.gossip.worker import Worker
 from gossamer.gossip.wrapper_watch import WrapperWatch
+from gossamer.nonfinite import check_limit
 from gossamer.normalization import rule_of
 from gossamer.optim import tell_num_workers
 from gossamer.topology import Round, Schedule, as_schedule
@@ -51,6 +53,7 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
     buffers: str = "average",
     bucket_mb: float = 25.0,
     norms_every: int = 0,
+    nonfinite_rounds: int = 10,
     timeout: timedelta = timedelta(minutes=30),
 ) -> Gossip:
     """Make the training loop around this model and optimizer decentralized.
@@ -78,6 +81,8 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
         bucket_mb: size of a bucket in megabytes.
         norms_every: once in so many steps ``last_norms`` is measured, at the last of them that the
             schedule mixes; 0 for never.
+        nonfinite_rounds: a rank whose parameters are not finite is left out of rounds, and after so
+            many in a row it raises; 0 for never.
         timeout: how long a message may take from when it is begun, the peers' computation included.
 
     Returns:
@@ -96,6 +101,7 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
         rule = rule_of(buffers)
         preconditions.check_positive("bucket_mb", bucket_mb, bucket_mb > 0)
         norm_steps = NormSteps(schedule, order, norms_every)
+        check_limit(nonfinite_rounds)
         # A string means the same on all ranks; a function need not.
         compares_rounds = isinstance(topology, Schedule) and schedule.period is None
         facts = {
@@ -109,6 +115,7 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
             "buffers": buffers,
             "bucket_mb": str(bucket_mb),
             "norms_every": str(norms_every),
+            "nonfinite_rounds": str(nonfinite_rounds),
             "the number of optimizers": str(len(optimizers)),
             **facts_about(model),
         }
@@ -123,7 +130,10 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
             network.collectives.broadcast_(tensor)
         replica = Replica(model, trained, rule, bucket_mb)
         # - Put the step together, and hook it up
-        mixer = Mixer(replica.buckets, network, replica.changing, compares_rounds=compares_rounds)
+        left_out = LeftOut(network.rank, nonfinite_rounds, detector, network.telemetry)
+        mixer = Mixer(
+            replica.buckets, network, left_out, replica.changing, compares_rounds=compares_rounds
+        )
         for each in optimizers:
             tell_num_workers(each, group.size())
         meter = RankMeter(trained, optimizers, network.collectives)

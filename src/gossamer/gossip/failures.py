@@ -189,6 +189,12 @@ class FailureDetector:
                 self._failure = ExchangeError(message, culprit)
             return self._failure
 
+    def give_up(self, error: Exception) -> None:
+        """Tell the others why this rank stops; from now on all calls raise that."""
+        self.leave(f"raised {describe(error)}")
+        with self._lock:
+            self._failure = self._failure or ExchangeError(str(error), self.board.rank)
+
     def calls_of(self, ranks: Sequence[int]) -> str:
         """Return which calls other ranks have made last, in words.
 

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from gossamer.gossip.exchange import Exchange
+from gossamer.gossip.left_out import LeftOut
 from gossamer.gossip.network import Network
-from gossamer.gossip.transport import Exchange
 from gossamer.topology import Round
 
 
@@ -43,9 +44,13 @@ class Mixer:
     as a copy; the worker then keeps its weight on their current value. The only memory is an inbox
     per bucket, and those copies. After a failure what is in the inboxes is not to be used.
 
+    Where what a worker would send is not finite, it sends marks, and keeps what it has; others keep
+    the weight that they would give to it (``Round.without``).
+
     Args:
         buckets: what is mixed.
         network: how it travels.
+        left_out: who knows whose parameters are not finite.
         changing: buckets that are sent as a copy.
         compares_rounds: whether all ranks compare each round, where nothing else makes it the same.
     """
@@ -54,6 +59,7 @@ class Mixer:
         self,
         buckets: Sequence[Tensor],
         network: Network,
+        left_out: LeftOut,
         changing: Sequence[Tensor] = (),
         *,
         compares_rounds: bool = False,
@@ -68,6 +74,7 @@ class Mixer:
         self._collectives = network.collectives
         self._detector = network.detector
         self._telemetry = network.telemetry
+        self._left_out = left_out
         self._compares_rounds = compares_rounds
         self._in_flight: list[Exchange] = []
         self._comparison: Callable[[], None] | None = None
@@ -94,11 +101,12 @@ class Mixer:
             digest = agrees_on or (round.digest if self._compares_rounds else "")
             if digest:
                 self._comparison = self._collectives.begin_comparison(digest)
-            for tag, (source, target) in enumerate(zip(self._sources, self._targets, strict=True)):
+            for source, target in zip(self._sources, self._targets, strict=True):
                 if source is not target:
                     source.copy_(target)
-                exchange = self._transport.begin(round, source, self._inboxes[tag], tag)
-                self._in_flight.append(exchange)
+            sent = self._left_out.sound_or_marks(self._sources, round, step)
+            for tag, (source, inbox) in enumerate(zip(sent, self._inboxes, strict=True)):
+                self._in_flight.append(self._transport.begin(round, source, inbox, tag))
         self._state = MixerState.IN_FLIGHT
 
     def drain(self) -> None:
@@ -122,6 +130,7 @@ class Mixer:
                     self._wait_for(exchange)
                 self._mix(tag, exchange)
             self._landed(MixerState.IDLE)
+        self._left_out.count(exchange.left_out for exchange in self._in_flight)
         self._in_flight = []
 
     def discard(self) -> None:
@@ -140,10 +149,11 @@ class Mixer:
     def _mix(self, tag: int, exchange: Exchange) -> None:
         """x_i ← w_ii x_i + Σ_j w_ij x_j, from what the exchange left in the inbox."""
         source, target, inbox = self._sources[tag], self._targets[tag], self._inboxes[tag]
-        own = exchange.self_weight
+        own = 1.0 if self._left_out.is_self else exchange.self_weight
+        if own == 1:
+            return
         if not exchange.includes_self:
-            if own < 1:
-                target.lerp_(inbox, 1 - own)
+            target.lerp_(inbox, 1 - own)
         elif source is target:
             target.copy_(inbox)
         else:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Protocol, final
 
 from gossamer.topology.cost import ring_bytes, ring_messages
@@ -36,6 +38,13 @@ class Stats:
     meeting_s: float
     """Time that training stood still for collectives: GradScaler, join(), a control, averages."""
 
+    left_out: Mapping[int, int] = field(default_factory=dict[int, int])
+    """By rank, in how many of this rank's rounds it was left out because its parameters were not
+    finite: this rank itself, or one that it would have mixed with."""
+
+    mean_moved: int = 0
+    """How many of those rounds moved the mean of the others: where weights are not symmetric."""
+
     @property
     def exposed_per_step_s(self) -> float:
         """How long a step waits for its exchange, on average."""
@@ -50,6 +59,7 @@ class Stats:
         """Give every number to a TensorBoard writer, under ``gossip/``."""
         scalars = {
             **asdict(self),
+            "left_out": sum(self.left_out.values()),
             "exposed_per_step_s": self.exposed_per_step_s,
             "overlap": self.overlap,
         }
@@ -67,6 +77,8 @@ class Telemetry:
     exposed_s: float = 0.0
     in_flight_s: float = 0.0
     collective_s: float = 0.0
+    left_out: Counter[int] = field(default_factory=Counter[int])
+    mean_moved: int = 0
 
     def count(self, messages: int, num_bytes: int) -> None:
         """Count messages that were sent."""
@@ -77,6 +89,11 @@ class Telemetry:
         """Count a ring all-reduce; numbers that ranks gather are not counted."""
         self.count(ring_messages(size), ring_bytes(size, num_bytes))
 
+    def count_left_out(self, ranks: Iterable[int], *, mean_moves: bool) -> None:
+        """Count a round that some ranks were left out of."""
+        self.left_out.update(ranks)
+        self.mean_moved += mean_moves
+
     def stats(self, num_steps: int) -> Stats:
         """Return the totals after this many steps."""
         return Stats(
@@ -86,4 +103,6 @@ class Telemetry:
             exposed_s=self.exposed_s,
             in_flight_s=self.in_flight_s,
             meeting_s=self.collective_s,
+            left_out=dict(self.left_out),
+            mean_moved=self.mean_moved,
         )

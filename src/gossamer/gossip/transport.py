@@ -14,10 +14,9 @@ and tag in the order in which they were posted. So one step's message cannot be 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, final
 
 import numpy as np
@@ -28,33 +27,9 @@ from torch.distributed import ProcessGroup
 
 from gossamer.gossip.collector import Collector
 from gossamer.gossip.connections import Connections
+from gossamer.gossip.exchange import Exchange
 from gossamer.gossip.telemetry import Telemetry
 from gossamer.topology import Round
-
-
-@final
-class Exchange:
-    """One bucket's exchange in flight.
-
-    Args:
-        self_weight: weight that the worker keeps on its own parameters.
-        includes_self: whether the inbox will hold the whole mix, the worker's own part included,
-            and not the mean of its neighbours.
-        waits: what has to be waited for, in this order.
-    """
-
-    def __init__(
-        self, self_weight: float, *, includes_self: bool, waits: Iterable[Callable[[], object]]
-    ) -> None:
-        self.self_weight = self_weight
-        self.includes_self = includes_self
-        self._waits = deque(waits)
-
-    def wait(self) -> None:
-        """Return when the inbox is filled and the source may change again."""
-        while self._waits:
-            self._waits[0]()
-            self._waits.popleft()  # each only once: Gloo would wait for a second message
 
 
 @final
@@ -64,8 +39,8 @@ class _Role:
 
     self_weight: float
     senders: list[int]
-    shares: list[float]
-    """Weight of each sender in the mean of those up to it, so that a mean grows by ``lerp_``."""
+    weights: list[float]
+    """The weight of each sender."""
 
     receivers: list[int]
     lanes: frozenset[tuple[int, int]]
@@ -73,6 +48,9 @@ class _Role:
 
     reduced_with: tuple[int, ...]
     """The ranks to average with by an all-reduce; empty where the round runs as messages."""
+
+    in_group: bool
+    """Whether these ranks average exactly, by whatever means: all of them do, or none."""
 
 
 @final
@@ -118,9 +96,12 @@ class Transport:
             tag: index of the bucket.
         """
         role = self._role_in(round)
+        exchange = Exchange(role.self_weight, inbox, all_or_none=role.in_group)
         if not role.reduced_with:
+            # Here, and not where they are sent: that may be later, on the collecting thread.
+            self._telemetry.count(len(role.receivers), len(role.receivers) * source.nbytes)
             begin = self._begin_over_gloo if self._connections.on_cpu else self._begin_over_nccl
-            return begin(role, source, inbox, tag)
+            return exchange.after(begin(role, source, inbox, tag, exchange))
         # Dividing while copying leaves the mean where a sum would need another pass. By the size,
         # not times its rounded inverse: parameters would drift by that error, step after step.
         torch.div(source, len(role.reduced_with), out=inbox)
@@ -128,7 +109,7 @@ class Transport:
         what = f"the average of bucket {tag}"
         self._telemetry.count_all_reduce(len(role.reduced_with), inbox.nbytes)
         wait = self._connections.begin_sum(group, role.reduced_with, inbox, what)
-        return Exchange(role.self_weight, includes_self=True, waits=[wait])
+        return exchange.after([wait, partial(exchange.take_sum, role.reduced_with)])
 
     def wait_for(self, exchange: Exchange) -> None:
         """Return when the exchange's inbox is filled and its source may change again."""
@@ -146,22 +127,24 @@ class Transport:
         """Wait until the collecting thread waits for nothing, or the time is over."""
         self._collector.wait_idle(seconds)
 
-    def _begin_over_gloo(self, role: _Role, source: Tensor, inbox: Tensor, tag: int) -> Exchange:
+    def _begin_over_gloo(
+        self, role: _Role, source: Tensor, inbox: Tensor, tag: int, exchange: Exchange
+    ) -> list[Callable[[], object]]:
         if not self._connections.are_open(role.lanes):
 
             def connect_and_exchange() -> None:
                 self._connections.open_lanes(role.lanes)
                 first, sends = self._post(role, source, inbox, tag)
-                self._collect(role, inbox, tag, first)
+                self._collect(role, inbox, tag, first, exchange)
                 for wait in sends:
                     wait()
 
-            return _messages(role, [self._collector.submit(connect_and_exchange).result])
+            return [self._collector.submit(connect_and_exchange).result]
         first, sends = self._post(role, source, inbox, tag)
+        collect = partial(self._collect, role, inbox, tag, first, exchange)
         if len(role.senders) < 2:
-            return _messages(role, [*first, *sends])
-        further = self._collector.submit(lambda: self._collect(role, inbox, tag, first))
-        return _messages(role, [further.result, *sends])
+            return [collect, *sends]
+        return [self._collector.submit(collect).result, *sends]
 
     def _post(
         self, role: _Role, source: Tensor, inbox: Tensor, tag: int
@@ -171,17 +154,25 @@ class Transport:
         return first, [self._send(source, receiver, tag) for receiver in role.receivers]
 
     def _collect(
-        self, role: _Role, inbox: Tensor, tag: int, first: list[Callable[[], None]]
+        self,
+        role: _Role,
+        inbox: Tensor,
+        tag: int,
+        first: list[Callable[[], None]],
+        exchange: Exchange,
     ) -> None:
         """Wait for the first receive, and take the further ones one after the other."""
         for wait in first:
             wait()
-        for sender, share in zip(role.senders[1:], role.shares[1:], strict=True):
+            exchange.take(inbox, role.senders[0], role.weights[0])
+        for sender, weight in zip(role.senders[1:], role.weights[1:], strict=True):
             spare = self._spare_like(inbox)
             self._receive(spare, sender, tag)()
-            inbox.lerp_(spare, share)
+            exchange.take(spare, sender, weight)
 
-    def _begin_over_nccl(self, role: _Role, source: Tensor, inbox: Tensor, tag: int) -> Exchange:
+    def _begin_over_nccl(
+        self, role: _Role, source: Tensor, inbox: Tensor, tag: int, exchange: Exchange
+    ) -> list[Callable[[], object]]:
         # One batch per bucket, as NCCL requires, so each message gets a tensor of its own, and a
         # round of degree k holds k copies; waiting and mixing are ordered by the device's streams.
         inboxes = [inbox, *(torch.empty_like(inbox) for _ in role.senders[1:])]
@@ -191,15 +182,14 @@ class Transport:
             *(_p2p(dist.isend, source, receiver, group) for receiver in role.receivers),
         ]
         works = dist.batch_isend_irecv(operations) if operations else []
-        self._telemetry.count(len(role.receivers), len(role.receivers) * source.nbytes)
 
         def collect() -> None:
             for work in works:
                 self._connections.wait(work, f"bucket {tag}", tuple(role.senders))
-            for other, share in zip(inboxes[1:], role.shares[1:], strict=True):
-                inbox.lerp_(other, share)
+            for arrived in zip(inboxes, role.senders, role.weights, strict=False):
+                exchange.take(*arrived)
 
-        return _messages(role, [collect])
+        return [collect]
 
     def _receive(self, target: Tensor, sender: int, tag: int) -> Callable[[], None]:
         lane = self._connections.lane(sender, self.rank)
@@ -208,7 +198,6 @@ class Transport:
 
     def _send(self, source: Tensor, receiver: int, tag: int) -> Callable[[], None]:
         lane = self._connections.lane(self.rank, receiver)
-        self._telemetry.count(1, source.nbytes)
         what = f"rank {receiver} to take bucket {tag}"
         return self._connections.begin(lambda: lane.send([source], 1, tag), what, (receiver,))
 
@@ -225,27 +214,23 @@ class Transport:
         # Receive from the next rank first, and on around the circle: then not all wait for the
         # same few senders at a time while the links of the others idle.
         order = np.argsort((own.receives.workers - self.rank) % self.size)
-        weights = own.receives.weights[order]
         reduces = reduced_with in self._groups
         senders, receivers = own.receives.workers[order].tolist(), own.sends.workers.tolist()
         lanes = [*((s, self.rank) for s in senders), *((self.rank, r) for r in receivers)]
         return _Role(
             self_weight=own.self_weight,
             senders=senders,
-            shares=(weights / np.cumsum(weights)).tolist(),
+            weights=own.receives.weights[order].tolist(),
             receivers=receivers,
             lanes=frozenset(() if reduces or not self._connections.on_cpu else lanes),
             reduced_with=reduced_with if reduces else (),
+            in_group=bool(reduced_with),
         )
 
     def _reduced_with(self, round: Round) -> tuple[int, ...]:
         """Return the ranks that this one all-reduces with; none where it exchanges messages."""
         group = round.group_of(self.rank) if round.reduces[self.rank] else None
         return () if group is None else tuple(group.tolist())
-
-
-def _messages(role: _Role, waits: Iterable[Callable[[], object]]) -> Exchange:
-    return Exchange(role.self_weight, includes_self=False, waits=waits)
 
 
 def _p2p(operation: Callable[..., Any], tensor: Tensor, peer: int, group: ProcessGroup) -> Any:

@@ -4,19 +4,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from gossamer.errors import UserError
+from gossamer.nonfinite import finite_workers
 from gossamer.normalization import StatisticsRule, running_statistics
 from gossamer.simulate.gradients import ChunkGradients
 from gossamer.simulate.mixing import mix_
 from gossamer.simulate.workers import NamedTensors
 from gossamer.topology import Round
+from gossamer.topology.arrays import BoolArray
 
 
 @final
@@ -77,13 +81,48 @@ class Replicas:
         """Return copies of what neighbours get of statistics while forward passes change them."""
         return [s.clone() for s in self._statistics.values()] if self._rule.mixed else []
 
-    def mix(self, round: Round, sent: Sequence[Tensor] = ()) -> None:
+    def mix(self, round: Round, sent: Sequence[Tensor] = ()) -> BoolArray:
         """Mix all parameters with a round, and statistics where they are mixed.
+
+        Workers whose parameters are not finite are left out; returns which ones are, [W].
 
         Args:
             round: on as many workers.
             sent: statistics as neighbours get them, one per statistic; by default as they are.
         """
+        finite_W = self._finite(sent)
+        if finite_W.all():
+            self._mix(round, sent)
+            return finite_W
+        away = np.flatnonzero(~finite_W).tolist()
+        with self._put_back(away, sent):
+            self._mix(round.without(away), sent)
+        return finite_W
+
+    def _finite(self, sent: Sequence[Tensor]) -> BoolArray:
+        """Return whether all that each worker would send is finite, [W]."""
+        statistics = (sent or self._statistics.values()) if self._rule.mixed else ()
+        return finite_workers([*self.parameters.values(), *statistics])
+
+    @contextlib.contextmanager
+    def _put_back(self, workers: list[int], sent: Sequence[Tensor]) -> Generator[None]:
+        """Put back what workers have at the end of a block; in it they have zeros.
+
+        For a product even a weight of zero makes others NaN.
+        """
+        mixed = [
+            *self.parameters.values(),
+            *(self._statistics.values() if self._rule.mixed else ()),
+        ]
+        with torch.no_grad():
+            kept = [tensor[workers] for tensor in mixed]
+            for tensor in (*mixed, *sent):
+                tensor[workers] = 0
+            yield
+            for tensor, own in zip(mixed, kept, strict=True):
+                tensor[workers] = own
+
+    def _mix(self, round: Round, sent: Sequence[Tensor]) -> None:
         for parameter in self.parameters.values():
             mix_(parameter, round)
         if self._rule.mixed:

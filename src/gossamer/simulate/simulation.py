@@ -16,6 +16,7 @@ All workers start equal, so awc's step 0 has nothing to mix.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, final
 
@@ -34,6 +35,7 @@ from gossamer.consensus import (
     make_round_source,
     tensor_norms,
 )
+from gossamer.nonfinite import NonFiniteRounds, check_limit
 from gossamer.normalization import rule_of
 from gossamer.optim import with_num_workers
 from gossamer.simulate.gradients import Loss
@@ -45,6 +47,8 @@ from gossamer.simulate.update import MakeOptimizer, is_elementwise, make_update
 from gossamer.simulate.workers import AllWorkers
 from gossamer.topology import Round, Schedule, as_schedule
 from gossamer.topology.arrays import FloatArray
+
+_log = logging.getLogger(__name__)
 
 
 @final
@@ -73,6 +77,8 @@ class Simulation:
             agree to rounding.
         norms_every: once in so many steps ``last_norms`` is measured, at the last of them that the
             schedule mixes; 0 for never.
+        nonfinite_rounds: a worker whose parameters are not finite is left out of rounds, and after
+            so many in a row a step raises; 0 for never.
     """
 
     def __init__(  # noqa: PLR0913 - one keyword per option
@@ -92,6 +98,7 @@ class Simulation:
         memory_gb: float | None = None,
         gradients: str = "auto",
         norms_every: int = 0,
+        nonfinite_rounds: int = 10,
     ) -> None:
         self.schedule = as_schedule(topology, workers)
         self.num_steps = 0
@@ -101,6 +108,8 @@ class Simulation:
             self._adapt_while_combine if order == "awc" else self._adapt_then_combine
         )
         rule = rule_of(buffers)
+        check_limit(nonfinite_rounds)
+        self._nonfinite = NonFiniteRounds("worker", range(workers), nonfinite_rounds, _log)
         optimizer = with_num_workers(optimizer, workers)
 
         # - One worker
@@ -124,6 +133,11 @@ class Simulation:
         """How many steps had been taken with the one that ``last_norms`` is of; 0 for none."""
         self._copies_sent: npt.NDArray[np.float64] = np.zeros(workers)
         self._messages_sent: npt.NDArray[np.int64] = np.zeros(workers, np.int64)
+        self.left_out: npt.NDArray[np.int64] = np.zeros(workers, np.int64)
+        """In how many rounds each worker was left out because its parameters were not finite."""
+        self.mean_moved = 0
+        """How many of those rounds moved the mean of the others: where weights are not
+        symmetric."""
 
     @property
     def num_workers(self) -> int:
@@ -216,7 +230,11 @@ class Simulation:
 
     def _mix(self, round: Round, sent: Sequence[Tensor] = ()) -> None:
         """Mix with a round, statistics as neighbours get them, and count what is sent."""
-        self._replicas.mix(round, sent)
+        finite_W = self._replicas.mix(round, sent)
+        self._nonfinite.note(finite_W, self.num_steps)
+        if not finite_W.all():
+            self.left_out += ~finite_W
+            self.mean_moved += not round.symmetric
         self._copies_sent += round.copies_sent
         self._messages_sent += round.messages_sent
 

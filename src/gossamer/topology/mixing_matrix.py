@@ -8,11 +8,12 @@ from functools import cached_property
 from typing import cast, final
 
 import numpy as np
-from scipy.sparse import csr_array
+from scipy.sparse import csr_array, diags_array
 
 from gossamer.errors import UserError
 from gossamer.topology.arrays import (
     TOLERANCE,
+    BoolArray,
     Edges,
     FloatArray,
     IntArray,
@@ -119,6 +120,21 @@ def is_connected(weights: Sparse) -> bool:
     # search does not take the read-only arrays of a round.
     num_components, _ = connected_components(weights.copy(), directed=True, connection="strong")
     return num_components == 1
+
+
+def without(weights: Sparse, away: BoolArray) -> Sparse:
+    """Return the weights where some workers neither give nor take; others keep theirs on their own.
+
+    Args:
+        weights: stochastic by rows.
+        away: whether each worker is one of them.
+    """
+    receivers = np.repeat(np.arange(len(away)), np.diff(weights.indptr))
+    exchanged = np.where(away[receivers] | away[weights.indices], 0.0, weights.data)
+    others = csr_array((exchanged, weights.indices, weights.indptr), shape=weights.shape)
+    towards_them = cast(FloatArray, weights @ away.astype(np.float64))
+    kept = np.where(away, 1.0, towards_them)
+    return cast("Sparse", csr_array(others + diags_array(kept)))
 
 
 def _canonical(matrix: Sparse) -> Sparse:

@@ -16,6 +16,7 @@ from scipy.sparse import csr_array
 
 from gossamer.topology.arrays import (
     TOLERANCE,
+    BoolArray,
     Edges,
     FloatArray,
     IntArray,
@@ -127,6 +128,13 @@ class Partition:
         mixed = np.empty((self.num_workers, *means.shape[1:]), means.dtype)
         mixed[members] = np.repeat(means, sizes, axis=0)
         return mixed
+
+    def without(self, away: BoolArray) -> Partition:
+        """Return the partition in which groups that have one of these members are dissolved."""
+        labels = self.labels.copy()
+        dissolved = np.isin(labels, labels[away])
+        labels[dissolved] = np.flatnonzero(dissolved)
+        return Partition(labels)
 
     def matrix(self) -> Sparse:
         """Return W: g entries for each member of a group of g, built anew at every call."""

@@ -12,7 +12,7 @@ costs nothing, however many they are.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
 from typing import Any, NamedTuple, final
 
@@ -29,7 +29,7 @@ from gossamer.topology.arrays import (
     freeze,
 )
 from gossamer.topology.cost import SMALLEST_REDUCED, ring_copies, ring_messages
-from gossamer.topology.mixing_matrix import MixingMatrix
+from gossamer.topology.mixing_matrix import MixingMatrix, without
 from gossamer.topology.partition import Partition
 
 
@@ -128,6 +128,19 @@ class Round:
     def shifts(self) -> Shifts | None:
         """How far away the workers are that each one mixes with; None where rows of W differ."""
         return self._form.shifts
+
+    def without(self, workers: Sequence[int]) -> Round:
+        """Return the round in which some workers neither give nor take: as if they were away.
+
+        Whoever would mix with them keeps that weight on its own parameters, and groups that average
+        exactly do not mix where one of them is a member. The mean of the others stays what it is
+        where weights are symmetric.
+        """
+        away = np.zeros(self.num_workers, np.bool_)
+        away[list(workers)] = True
+        if self.partition is not None:
+            return Round.within(self.partition.without(away))
+        return Round(without(self.matrix(), away), doubly_stochastic=False)
 
     # - Groups, and what is sent
 

@@ -1,0 +1,67 @@
+"""One bucket's part of a round, while it is in flight and when it has arrived."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import final
+
+from torch import Tensor
+
+from gossamer.gossip.marks import marked
+
+
+@final
+class Exchange:
+    """One bucket's exchange: what its messages and its all-reduce come to.
+
+    Args:
+        self_weight: weight that the worker keeps on its own parameters.
+        inbox: receives the mean of its neighbours; where it is reduced, the whole mix, the
+            worker's own part included.
+        all_or_none: whether nobody is mixed with where one of them is left out.
+    """
+
+    def __init__(self, self_weight: float, inbox: Tensor, *, all_or_none: bool) -> None:
+        self.includes_self = False
+        """Whether the inbox has the whole mix, the worker's own part included."""
+        self.left_out: list[int] = []
+        """Ranks that sent marks in place of parameters."""
+        self._inbox = inbox
+        self._kept = self_weight
+        self._all_or_none = all_or_none
+        self._received = 0.0
+        self._waits: deque[Callable[[], object]] = deque()
+
+    @property
+    def self_weight(self) -> float:
+        """The weight that the worker keeps on its own parameters, after what was left out."""
+        return 1.0 if self.left_out and self._all_or_none else self._kept
+
+    def after(self, waits: Iterable[Callable[[], object]]) -> Exchange:
+        """Return itself, with what has to be waited for, in this order."""
+        self._waits.extend(waits)
+        return self
+
+    def wait(self) -> None:
+        """Return when the inbox is filled and the source may change again."""
+        while self._waits:
+            self._waits[0]()
+            self._waits.popleft()  # each only once: Gloo would wait for a second message
+
+    def take(self, received: Tensor, sender: int, weight: float) -> None:
+        """Let what arrived join the mean of the neighbours, unless it is a mark."""
+        if marked(received, [sender]):
+            self.left_out.append(sender)
+            self._kept += weight
+            return
+        self._received += weight
+        if self._received > weight:  # a mean grows by lerp_
+            self._inbox.lerp_(received, weight / self._received)
+        elif received is not self._inbox:
+            self._inbox.copy_(received)
+
+    def take_sum(self, members: Sequence[int]) -> None:
+        """Take the inbox for the mean of these ranks, unless there are marks in it."""
+        self.left_out = marked(self._inbox, members)
+        self.includes_self = not self.left_out

@@ -1,0 +1,78 @@
+"""Which ranks are left out of a round, because their parameters are not finite."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import final
+
+from torch import Tensor
+
+from gossamer.gossip.failures import FailureDetector
+from gossamer.gossip.marks import mark_like
+from gossamer.gossip.telemetry import Telemetry
+from gossamer.nonfinite import NonFiniteError, NonFiniteRounds, finite_workers
+from gossamer.topology import Round
+
+_log = logging.getLogger(__name__)
+
+
+@final
+class LeftOut:
+    """Looks at what one rank is about to send, and counts who was left out of its rounds.
+
+    Args:
+        rank: this one.
+        limit: after so many rounds in a row that this rank is left out of, it raises; 0 for never.
+        detector: tells the others.
+        telemetry: where it is counted.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        limit: int,
+        detector: FailureDetector,
+        telemetry: Telemetry,
+    ) -> None:
+        self.is_self = False
+        """Whether it is this rank, in the round that began last."""
+        self._rank = rank
+        self._rounds = NonFiniteRounds("rank", [rank], limit, _log)
+        self._detector = detector
+        self._telemetry = telemetry
+        self._round: Round | None = None
+        self._step = 0
+        self._sent: Sequence[Tensor] = ()
+
+    def sound_or_marks(
+        self, buckets: Sequence[Tensor], round: Round, step: int
+    ) -> Sequence[Tensor]:
+        """Return what to send in a round: the buckets, or marks where one is not finite.
+
+        Raises:
+            NonFiniteError: it was so in too many rounds in a row.
+        """
+        finite = finite_workers([bucket.unsqueeze(0) for bucket in buckets])
+        try:
+            self._rounds.note(finite, step)
+        except NonFiniteError as error:
+            self._detector.give_up(error)
+            raise
+        self.is_self = not finite.all()
+        self._round, self._step = round, step
+        # Held until the next round: marks are on the wire.
+        self._sent = [mark_like(b, self._rank) for b in buckets] if self.is_self else buckets
+        return self._sent
+
+    def count(self, marked: Iterable[Sequence[int]]) -> None:
+        """Count who was left out of the round that ends.
+
+        Args:
+            marked: for each bucket, the ranks whose marks may be in it.
+        """
+        # A short bucket names too many.
+        ranks = set.intersection(*map(set, marked)) | ({self._rank} if self.is_self else set())
+        if ranks and self._round is not None:
+            self._rounds.say(ranks, self._step)
+            self._telemetry.count_left_out(ranks, mean_moves=not self._round.symmetric)

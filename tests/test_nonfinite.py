@@ -1,0 +1,248 @@
+"""Parameters that are not finite stay where they are, and do not stay unsaid."""
+
+from __future__ import annotations
+
+import math
+from contextlib import suppress
+from datetime import timedelta
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim import SGD
+
+from gossamer import Simulation
+from gossamer.errors import UserError
+from gossamer.gossip import ExchangeError, NonFiniteError, Stats, decentralize
+from gossamer.gossip.marks import mark_like, marked
+from gossamer.nonfinite import finite_workers
+from gossamer.topology import Schedule, from_matrix, parse, ring
+from tests import reference
+from tests.catalogue import ALL_TOPOLOGIES
+from tests.ranks import run_ranks
+from tests.reference import ORDERS, batch, make_model, vector_of
+
+NUM_WORKERS = 8
+NUM_STEPS = 7
+SPOILED, SINCE = 2, 3
+
+
+def spoiled_batch(worker: int, step: int) -> tuple[Tensor, Tensor]:
+    """From some step on, one worker's targets, and therefore gradients, are NaN."""
+    inputs, targets = batch(worker, step)
+    return inputs, targets * (math.nan if (worker, step) == (SPOILED, SINCE) else 1)
+
+
+def loss_of(model: nn.Module, worker: int, step: int) -> Tensor:
+    inputs, targets = spoiled_batch(worker, step)
+    return nn.functional.mse_loss(model(inputs), targets)
+
+
+def optimizer_of(parameters: object) -> SGD:
+    return SGD(parameters, lr=0.05, momentum=0.9)  # pyright: ignore[reportArgumentType]
+
+
+class Trained(NamedTuple):
+    """What a rank comes to."""
+
+    parameters: Tensor
+    stats: Stats
+
+
+def train_rank(
+    group: ProcessGroup, topology: str | Schedule, order: str, *, bucket_mb: float = 2e-4
+) -> Trained:
+    model = make_model()
+    optimizer = optimizer_of(model.parameters())
+    gossip = decentralize(
+        model, optimizer, topology, process_group=group, order=order, bucket_mb=bucket_mb
+    )
+    for step in range(NUM_STEPS):
+        optimizer.zero_grad()
+        loss_of(model, group.rank(), step).backward()
+        optimizer.step()
+    gossip.close()
+    return Trained(vector_of(model), gossip.stats())
+
+
+def simulate(topology: str, order: str, num_steps: int = NUM_STEPS) -> Simulation:
+    sim = Simulation(
+        make_model(),
+        nn.functional.mse_loss,
+        optimizer_of,
+        workers=NUM_WORKERS,
+        topology=topology,
+        order=order,
+        dtype=torch.float64,
+    )
+    for step in range(num_steps):
+        inputs, targets = zip(*(spoiled_batch(w, step) for w in range(NUM_WORKERS)), strict=True)
+        sim.step(torch.stack(inputs), torch.stack(targets))
+    return sim
+
+
+# - Both engines, on every topology
+
+
+@pytest.mark.parametrize(
+    ("topology", "order"), [(text, ORDERS[i % 2]) for i, text in enumerate(ALL_TOPOLOGIES)]
+)
+def test_a_worker_with_nan_gradients_is_left_out(topology: str, order: str) -> None:
+    """Seven of eight workers stay finite, and equal in ranks, simulation and plain loop.
+
+    The eighth has been told by nobody that its parameters are finite: it keeps its NaN.
+    """
+    ranks = run_ranks(NUM_WORKERS, lambda group: train_rank(group, topology, order))
+    sim = simulate(topology, order)
+    plain = reference.train_models(
+        make_model, loss_of, parse(topology, NUM_WORKERS), order, optimizer_of, NUM_STEPS
+    )
+    for worker, (rank, expected) in enumerate(zip(ranks, plain, strict=True)):
+        for result in (rank.parameters, vector_of(sim.worker(worker))):
+            torch.testing.assert_close(
+                result, vector_of(expected), rtol=0, atol=1e-12, equal_nan=True
+            )
+        assert rank.parameters.isfinite().all() == (worker != SPOILED)
+        assert rank.stats.left_out.get(worker, 0) == sim.left_out[worker]
+    assert sim.left_out[SPOILED] == NUM_STEPS - SINCE - (order == "awc")
+    told = {rank for each in ranks for rank in each.stats.left_out}
+    assert told == {SPOILED}
+    assert max(rank.stats.mean_moved for rank in ranks) == sim.mean_moved
+
+
+# - What is finite, and what a round is without a worker
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_every_number_counts_and_large_ones_are_finite(dtype: torch.dtype) -> None:
+    """NaN and infinities at any place are found; sums that overflow are not taken for them."""
+    largest = torch.finfo(dtype).max
+    stacked = torch.zeros(6, 3, 1000, dtype=dtype)
+    stacked[1, 2, 999] = math.nan
+    stacked[2, 0, 0] = math.inf
+    stacked[3] = largest
+    stacked[4, 1, 1], stacked[4, 2, 2] = math.inf, -math.inf
+    small = torch.ones(6, dtype=dtype)
+    small[5] = -math.inf
+    finite = finite_workers([stacked, small])
+    assert finite.tolist() == [True, False, False, True, False, False]
+
+
+@pytest.mark.parametrize("text", ALL_TOPOLOGIES)
+def test_a_round_without_a_worker(text: str) -> None:
+    """It neither gives nor takes, rows add up to one, and the others' mean stays if symmetric."""
+    schedule = parse(text, NUM_WORKERS)
+    for step in range(4):
+        round = schedule.round(step)
+        without = round.without([1, 4])
+        weights = without.matrix().toarray()
+        np.testing.assert_allclose(weights.sum(1), 1)
+        for worker in (1, 4):
+            assert weights[worker, worker] == 1
+            assert weights[:, worker].sum() == 1
+        if round.symmetric:
+            np.testing.assert_allclose(weights.sum(0), 1)
+
+
+def test_the_mean_of_the_others_moves_where_weights_are_not_symmetric() -> None:
+    """On a directed graph whom a worker gives to is not whom it takes from."""
+    directed = parse("one_peer_exponential", 8).round(1)
+    assert not directed.symmetric
+    assert not directed.without([3]).conserves_mean
+    assert ring(8).without([3]).conserves_mean
+
+
+# - Groups
+
+
+def test_a_group_keeps_its_own_values_however_it_averages() -> None:
+    """By an all-reduce, and by messages where there is no process group for it; others mix."""
+    groups = np.kron(np.eye(2), np.full((4, 4), 0.25))
+    reduced = Schedule(8, 1, lambda step: from_matrix(groups), "two groups")
+    by_messages = Schedule(8, None, lambda step: from_matrix(groups), "two groups")
+    for schedule in (reduced, by_messages):
+        ranks = run_ranks(8, lambda group, schedule=schedule: train_rank(group, schedule, "atc"))
+        plain = reference.train_models(
+            make_model, loss_of, schedule, "atc", optimizer_of, NUM_STEPS
+        )
+        for rank, expected in zip(ranks, plain, strict=True):
+            torch.testing.assert_close(
+                rank.parameters, vector_of(expected), rtol=0, atol=1e-12, equal_nan=True
+            )
+        apart = [not torch.equal(ranks[0].parameters, ranks[i].parameters) for i in (1, 3)]
+        assert apart == [True, True]
+        assert torch.allclose(ranks[4].parameters, ranks[7].parameters, rtol=0, atol=1e-12)
+        assert [dict(rank.stats.left_out) for rank in ranks] == 4 * [{2: 4}] + 4 * [{}]
+
+
+def test_marks_name_their_ranks_in_a_sum() -> None:
+    """A mean of buckets and marks tells whose marks they are; too many where it is short."""
+    bucket = torch.ones(8)
+    mean = (5 * bucket + mark_like(bucket, 3) + mark_like(bucket, 6)) / 7
+    assert marked(mean, range(7)) == [3, 6]
+    assert marked(mark_like(bucket, 9), [1, 2, 9]) == [1, 9]
+    assert marked(bucket, range(20)) == []
+
+
+# - After some rounds in a row
+
+
+def until_it_raises(group: ProcessGroup) -> str:
+    """Train with a limit of three rounds; return what ends it."""
+    model = make_model()
+    optimizer = optimizer_of(model.parameters())
+    gossip = decentralize(
+        model,
+        optimizer,
+        "ring",
+        process_group=group,
+        nonfinite_rounds=3,
+        timeout=timedelta(seconds=2),
+    )
+
+    def train() -> None:
+        for step in range(12):
+            optimizer.zero_grad()
+            loss_of(model, group.rank(), step).backward()
+            optimizer.step()
+
+    with pytest.raises((NonFiniteError, ExchangeError)) as raised:
+        train()
+    with pytest.raises(ExchangeError, match="parameters must be finite"):  # and from then on
+        optimizer.step()
+    culprit = getattr(raised.value, "culprit", None) or getattr(raised.value, "workers", None)
+    assert culprit in (SPOILED, (SPOILED,))
+    with suppress(RuntimeError):
+        gossip.close()
+    assert vector_of(model).isfinite().all() == (group.rank() != SPOILED)
+    return str(raised.value)
+
+
+def test_after_some_rounds_the_rank_raises_and_is_named_everywhere() -> None:
+    """It raises itself; the others' errors say whose parameters they were."""
+    own = f"parameters must be finite, got those of rank {SPOILED}, which were not in 3 rounds"
+    for rank, said in enumerate(run_ranks(4, until_it_raises)):
+        assert own in said
+        assert said.startswith(own) == (rank == SPOILED)
+
+
+def test_a_simulation_raises_after_as_many_rounds(caplog: pytest.LogCaptureFixture) -> None:
+    """It names the worker, which was said when it was left out for the first time."""
+    assert simulate("ring", "atc", SINCE + 9).left_out[SPOILED] == 9
+    assert caplog.messages == [
+        "the parameters of worker 2 are not finite at step 3: nobody mixes with them, and others "
+        "keep that weight on their own"
+    ]
+    with pytest.raises(NonFiniteError, match="got those of worker 2, which were not in 10 rounds"):
+        simulate("ring", "atc", SINCE + 10)
+
+
+def test_a_limit_must_be_a_number_of_rounds() -> None:
+    """Less than none is refused, in both engines by the same words."""
+    with pytest.raises(UserError, match="nonfinite_rounds must be at least 0, got -1"):
+        Simulation(
+            make_model(), nn.functional.mse_loss, optimizer_of, workers=2, nonfinite_rounds=-1
+        )
