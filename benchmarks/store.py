@@ -74,10 +74,8 @@ def measure(num_clients: int) -> dict[str, Any]:
     port: int = ours.recv()
     try:
         with ThreadPoolExecutor(num_clients) as pool:
-            stores = [
-                CountingStore(TCPStore("127.0.0.1", port, is_master=False, timeout=_TIMEOUT))
-                for _ in range(num_clients)
-            ]
+            # Side by side: where the system cannot name a host, torch waits for that each time.
+            stores = [*pool.map(lambda _: _connect(port), range(num_clients))]
             groups = [dist.ProcessGroup(s, r, num_clients) for r, s in enumerate(stores)]
             boards = [*pool.map(lambda group: NoticeBoard(group, _TIMEOUT), groups)]
             start = _timed(pool, boards, stores, lambda board: shake_hands(board, _FACTS))
@@ -92,6 +90,10 @@ def measure(num_clients: int) -> dict[str, Any]:
         **{f"failure_{name}": value for name, value in failure.items()},
         "causes": sorted({cause.reason for cause in found}),
     }
+
+
+def _connect(port: int) -> CountingStore:
+    return CountingStore(TCPStore("127.0.0.1", port, is_master=False, timeout=_TIMEOUT))
 
 
 def _fail(board: NoticeBoard) -> Cause:
