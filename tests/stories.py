@@ -12,6 +12,7 @@ from gossamer.records import Ended, Evaluation, Record, Spread, Started, Status,
 
 TENSORS = ("0.weight", "0.bias")
 NUM_STEPS, LOG_EVERY, STEPS_PER_EPOCH = 60, 5, 10
+PARAMETER_BYTES = 30_000
 ENVIRONMENT = {"gossamer": "0", "commit": "abc", "torch": "2", "python": "3.11", "threads": "1"}
 
 Curve = Callable[[int], float]
@@ -64,7 +65,12 @@ def story_of(
     }
     last = NUM_STEPS if status == "done" else NUM_STEPS // 2
     records: list[Record] = [
-        Started(run_id=spec.id, spec=spec.model_dump(), environment=ENVIRONMENT)
+        Started(
+            run_id=spec.id,
+            spec=spec.model_dump(),
+            environment=ENVIRONMENT,
+            parameter_bytes=PARAMETER_BYTES,
+        )
     ]
     for step in range(LOG_EVERY, last + 1, LOG_EVERY):
         spent: dict[str, Any] = {"bytes_sent": step * step_bytes, "train_s": step / 100}

@@ -16,8 +16,8 @@ SOURCE = Path(__file__).parents[1] / "src" / "gossamer"
 # What must never be is said below, in NEVER.
 EDGES: dict[str, str] = {
     "__main__": "cli",
-    "bench": "engine errors extras files lifeline memory picture records registry runtime_model "
-    "topology workloads",
+    "bench": "consensus engine errors extras files lifeline memory picture rates records registry "
+    "runtime_model topology workloads",
     "cli": "bench engine errors extras gossamer lab picture rates records registry runtime_model "
     "topology workloads",
     "consensus": "errors registry topology",

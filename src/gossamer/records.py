@@ -56,6 +56,9 @@ class Started(_Record):
     workload_facts: WorkloadFacts | None = None
     """None in old records."""
 
+    parameter_bytes: int = 0
+    """Of the parameters that one worker trains; 0 in old records."""
+
 
 class Spread(NamedTuple):
     """How unequal a tensor's norm is over replicas, just before they are averaged."""

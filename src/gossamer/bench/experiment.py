@@ -41,8 +41,9 @@ from pydantic import (
 )
 
 from gossamer.bench.strict import validated
-from gossamer.errors import UserError
+from gossamer.errors import UserError, nearest
 from gossamer.files import read_bounded
+from gossamer.rates import parse_rate
 
 _Item = TypeVar("_Item")
 
@@ -193,12 +194,56 @@ class Experiment(Block):
     norms_mb: NonNegativeFloat = 50.0
     """The most that the norms of one run may take on the disk; 0 keeps none."""
 
+    link: str = ""
+    """The link between nodes on which runs are timed by the runtime model, such as ``300mbit``."""
+
+    profile: str = ""
+    """A file of ``gossamer profile``: the job that is timed so. Its path is from the folder."""
+
+    compute_s: PositiveFloat | dict[str, PositiveFloat] | None = None
+    """In place of a profile: seconds of a step without communication, of all workloads or of
+    each."""
+
     folder: str = ""
     """Where paths of profiles and plug-ins start, itself from where the file lies, which it is by
     default."""
 
     text: str = ""
     """The file, with its folder: it is kept beside the runs and read again."""
+
+    @model_validator(mode="after")
+    def _check_clock(self) -> Experiment:
+        if self.link:
+            parse_rate(self.link)
+        given = [bool(self.profile), self.compute_s is not None]
+        if all(given) or (self.link and not any(given)):
+            raise UserError(
+                "modelled time takes what a step computes from a profile or from compute_s, got "
+                f"{'both' if all(given) else 'neither'}; write for example compute_s = 0.05"
+            )
+        if self.compute_s is not None and not self.link:
+            raise UserError(
+                'compute_s goes together with a link, got none; write for example link = "300mbit"'
+            )
+        return self
+
+    @property
+    def workloads(self) -> list[str]:
+        """What is trained, in any of its runs."""
+        return list(dict.fromkeys(name for block in self.blocks for name in block.workload))
+
+    def by_workload(self, key: str) -> dict[str, Any]:
+        """Return a key's value for each workload, where it may be one for all."""
+        value = getattr(self, key)
+        if not isinstance(value, dict):
+            return {} if value is None else dict.fromkeys(self.workloads, value)
+        for name in value:
+            if name not in self.workloads:
+                raise UserError(
+                    f"{key} must be of workloads of the experiment, got {name!r}; "
+                    f"{nearest(name, self.workloads)}"
+                )
+        return value
 
     @property
     def blocks(self) -> list[Block]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, final
 from gossamer import workloads
 from gossamer.bench.experiment import Block, Budget, Experiment
 from gossamer.bench.methods import fields_of
-from gossamer.bench.modelled import ModelledTime
+from gossamer.bench.modelled import ModelledTime, make_clock
 from gossamer.bench.strict import validated
 from gossamer.bench.tuning import Outcomes, Setting, Study, changed
 from gossamer.engine import RunSpec
@@ -50,6 +50,7 @@ def expand(experiment: Experiment, outcomes: Outcomes | None = None) -> Matrix:
     """
     _check_size(experiment)
     folder = Path(experiment.folder)
+    make_clock(experiment)  # what it cannot read is said now, and not when all has been trained
     matrix = _MatrixBuilder(experiment)
     settings: dict[str, Setting] = {}
     for block in experiment.blocks:

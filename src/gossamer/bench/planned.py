@@ -28,7 +28,7 @@ UNKNOWN = (
 )
 """Why it is not known which runs an experiment has."""
 
-_NO_PARTS = {"name", "folder", "profile"}
+_NO_PARTS = {"name", "folder", "profile", "link"}
 """Keys of an experiment whose strings are looked up nowhere."""
 
 

@@ -32,7 +32,7 @@ from gossamer.engine.checkpoints import Checkpointing
 from gossamer.engine.evaluation import TestSamples
 from gossamer.engine.handover import receive
 from gossamer.engine.loop import Metrics, train
-from gossamer.engine.spec import CENTRALIZED, DTYPES, RunSpec, set_lr, trained_names
+from gossamer.engine.spec import CENTRALIZED, DTYPES, RunSpec, set_lr, trained_bytes, trained_names
 from gossamer.errors import UserError
 from gossamer.gossip import Gossip, decentralize
 from gossamer.lifeline import end_with_parent
@@ -167,8 +167,7 @@ class _AllReduce:
         self.module: nn.Module = DistributedDataParallel(model)
         self.mixing = None
         self._buffers = list(model.buffers())
-        num_bytes = sum(p.nbytes for p in model.parameters() if p.requires_grad)
-        self._bytes_per_step = ring_copies(dist.get_world_size()) * num_bytes
+        self._bytes_per_step = ring_copies(dist.get_world_size()) * trained_bytes(model)
 
     def averaged(self) -> AbstractContextManager[None]:
         for buffer in self._buffers:  # rank 0's, as every forward pass in training starts from
@@ -246,6 +245,7 @@ class _Rank:
         self._workload = spec.make_workload()
         self._model = spec.make_model()
         self.tensor_names = trained_names(self._model)
+        self.parameter_bytes = trained_bytes(self._model)
         self._optimizer = spec.make_optimizer(self._model.parameters())
         self._synchronization: _Synchronization = (
             _AllReduce(self._model, self._optimizer)

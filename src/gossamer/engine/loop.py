@@ -75,6 +75,11 @@ class Trainer(Saved, Protocol):
         """The trained tensors, in the order of their norms."""
         ...
 
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of what one worker trains."""
+        ...
+
     def draw(self, epoch: int) -> npt.NDArray[np.int64]:
         """Return the samples of the workers that live in this process, [workers, steps, batch]."""
         ...
@@ -142,6 +147,7 @@ def _train(
             environment=environment() | spec.sources,
             norms_every=kept.every,
             workload_facts=spec.workload_facts,
+            parameter_bytes=trainer.parameter_bytes,
         )
     replicas = _spread(spec.workers, spec.evaluate_replicas)
     while not clock.over:

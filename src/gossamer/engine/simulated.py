@@ -16,7 +16,7 @@ from gossamer.engine.batches import Batches
 from gossamer.engine.checkpoints import Checkpointing
 from gossamer.engine.evaluation import TestSamples
 from gossamer.engine.loop import Metrics, train
-from gossamer.engine.spec import CENTRALIZED, DTYPES, RunSpec, set_lr, trained_names
+from gossamer.engine.spec import CENTRALIZED, DTYPES, RunSpec, set_lr, trained_bytes, trained_names
 from gossamer.records import Record
 from gossamer.simulate import Centralized, Simulation
 from gossamer.topology.arrays import FloatArray
@@ -44,6 +44,7 @@ class _Virtual:
         model, dtype = spec.make_model(), DTYPES[spec.dtype]
         self._dtype = dtype
         self.tensor_names = trained_names(model)
+        self.parameter_bytes = trained_bytes(model)
         self._sim: Simulation | Centralized
         if spec.topology == CENTRALIZED:
             self.mixing = None

@@ -320,6 +320,11 @@ def trained_names(model: torch.nn.Module) -> list[str]:
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
+def trained_bytes(model: torch.nn.Module) -> int:
+    """Return the bytes of the parameters that are trained."""
+    return sum(p.nbytes for p in model.parameters() if p.requires_grad)
+
+
 @lru_cache(maxsize=1024)
 def _look_up(field: str, text: str, steps_per_epoch: int) -> Part[Any]:
     """Return what a field names; kept, because every id asks."""

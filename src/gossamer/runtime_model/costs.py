@@ -123,6 +123,20 @@ def all_reduce(links: Links, bucket_bytes: Sequence[int]) -> ExchangeTime:
     return ExchangeTime(everyone, _reduce_cost(links, groups, bucket_bytes))
 
 
+def all_gather_s(links: Links, row_bytes: int) -> float:
+    """Return how long everyone's row takes to reach everyone, as gossip gathers them.
+
+    At distance 1, 2, 4, … a worker hands on all rows that it has: ⌈log2 W⌉ messages, W − 1 rows.
+    """
+    others = links.num_workers - 1
+    if others == 0:
+        return 0.0
+    crossing = np.bincount(links.node_of)[links.node_of]
+    bits_s = min(links.port_bits_s.min(), (links.uplink_bits_s[links.node_of] / crossing).min())
+    latency_s = max(links.inside_latency_s, links.between_latency_s)
+    return others.bit_length() * latency_s + 8 * others * row_bytes / float(bits_s)
+
+
 def _reduce_cost(
     links: Links, groups: Sequence[IntArray], bucket_bytes: Sequence[int]
 ) -> FloatArray:

@@ -49,7 +49,7 @@ def split_saving(job: Job, method: TimedMethod, trials: Trials | None = None) ->
             meet = method.exchange(step).meet if "tolerance" in thrown else everyone
             return ExchangeTime(meet, costs.cost_WK)
 
-        timed = TimedMethod(own.order, own.compute, own.num_workers, exchange)
+        timed = TimedMethod(own.order, own.compute, own.num_workers, exchange, own.period)
         return predict(timed, sampled).mean_s
 
     time_of = {

@@ -108,11 +108,18 @@ def post_local_sgd(job: Job, *, period: int) -> TimedMethod:
         job.compute(2 / period),
         job.links.num_workers,
         lambda step: none if step % period else reduce,
+        period,
     )
 
 
 def gossip(
-    job: Job, *, schedule: Schedule, order: Order = whole_step, num_steps: int = ITERATIONS
+    job: Job,
+    *,
+    schedule: Schedule,
+    order: Order = whole_step,
+    num_steps: int = ITERATIONS,
+    repeats: int = 1,
+    gathered_bytes: int = 0,
 ) -> TimedMethod:
     """Mixing of parameters on a schedule of rounds.
 
@@ -122,6 +129,8 @@ def gossip(
         order: of an iteration.
         num_steps: of training, over which the rounds of the model are spread where they do not
             repeat, as Ada's; by default the first ones.
+        repeats: how often each round is done.
+        gathered_bytes: what every worker tells all others before each exchange, as to a controller.
     """
     period, stride = schedule.period or ITERATIONS, 1
     if schedule.period is None:
@@ -129,14 +138,19 @@ def gossip(
 
     @cache
     def of_round(index: int) -> ExchangeTime:
-        return costs.mix(job.links, schedule.round(index * stride), job.bucket_bytes)
+        mixed = costs.mix(job.links, schedule.round(index * stride), job.bucket_bytes)
+        cost_WK = repeats * mixed.cost_WK
+        if not gathered_bytes:
+            return ExchangeTime(mixed.meet, cost_WK)
+        cost_WK[:, 0] += costs.all_gather_s(job.links, gathered_bytes)
+        return ExchangeTime(costs.everyone, cost_WK)
 
     def exchange(step: int) -> ExchangeTime:
         return of_round(step % period)
 
     passes = [_passes(schedule.round(index * stride)) for index in range(period)]
-    compute = job.compute(float(np.mean(passes)), job.profile.hooks.gossip_s)
-    return TimedMethod(order, compute, job.links.num_workers, exchange)
+    compute = job.compute(repeats * float(np.mean(passes)), job.profile.hooks.gossip_s)
+    return TimedMethod(order, compute, job.links.num_workers, exchange, period)
 
 
 def _passes(round: Round) -> float:

@@ -12,7 +12,7 @@ Reference: Wang et al., From promise to practice (https://arxiv.org/abs/2410.119
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias, final
 
 import numpy as np
@@ -89,6 +89,8 @@ class TimedMethod:
     compute: Compute
     num_workers: int
     exchange: Callable[[int], ExchangeTime]
+    period: int = 1
+    """Iterations after which exchanges repeat."""
 
 
 def bucket_wise(
@@ -170,7 +172,10 @@ def resampled(factors: Sequence[float]) -> DrawFactors:
 _EVEN = gamma(0.0)
 
 ITERATIONS = 96
-"""Those that a prediction counts; a multiple of most periods."""
+"""Those that a prediction counts, or some more: cycles are counted to their end."""
+
+LONGEST_PERIOD = 1024
+"""Cycles that are longer than this are not."""
 
 
 @final
@@ -203,6 +208,9 @@ class Prediction:
 
 def predict(method: TimedMethod, trials: Trials = Trials()) -> Prediction:  # noqa: B008 - frozen
     """Return how long iterations take."""
+    if method.period <= LONGEST_PERIOD:
+        cycles = -(-trials.iterations // method.period)
+        trials = replace(trials, iterations=cycles * method.period)
     durations, exposed = list[FloatArray](), list[FloatArray]()
     before = np.zeros((trials.num_trials, method.num_workers))
     for step, (clocks, factor, _) in enumerate(_iterate(method, trials)):

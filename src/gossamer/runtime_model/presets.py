@@ -129,6 +129,32 @@ def from_data_sheet(
     )
 
 
+def from_seconds(compute_s: float, link: Link, num_bytes: int) -> Profile:
+    """Return the profile of a job of which nothing is known but the length of a step.
+
+    The backward pass takes twice the forward pass, spread over buckets by their size; updates and
+    mixing take no time of their own. Every worker has a node and a link for itself.
+
+    Args:
+        compute_s: of a step without communication.
+        link: between any two workers.
+        num_bytes: of the parameters.
+    """
+    sizes = bucket_sizes(num_bytes)
+    return Profile(
+        name=f"{num_bytes / 1e6:.3g} MB of parameters, {compute_s:g} s per step",
+        workers=1,
+        forward_s=compute_s / 3,
+        buckets=tuple(
+            Bucket(num_bytes=size, backward_s=compute_s * 2 / 3 * size / num_bytes, update_s=0.0)
+            for size in sizes
+        ),
+        mix_s=0.0,
+        network=Network(inside=link, between=link),
+        environment={"source": "stated"},
+    )
+
+
 def link_of(rate: str) -> Link:
     """Return a link of a rate such as ``300mbit``, with the latency of the next slower of LINKS.
 

@@ -21,8 +21,10 @@ from gossamer.bench.analysis.observations import (
     phase_dispersion,
     run_dispersion,
 )
-from gossamer.bench.analysis.tabulate import MEASURES, Tables, tabulate
+from gossamer.bench.analysis.tabulate import MEASURES, Tables, join, rows_of, tabulate
+from gossamer.bench.analysis.timed import timed
 from gossamer.bench.analysis.tuned import sensitivity, tuning
+from gossamer.bench.modelled import Clock
 from gossamer.bench.store import Story
 
 __all__ = ["MEASURES", "PHASES", "Analysis", "Tables", "analyse", "analyse_tables", "tabulate"]
@@ -62,9 +64,15 @@ class Analysis(NamedTuple):
         return pl.concat([self.runs, self.trials])
 
 
-def analyse(stories: Iterable[Story]) -> Analysis:
-    """Return all tables of an experiment; methods are called as the runs' records say."""
-    return analyse_tables(tabulate(stories))
+def analyse(stories: Iterable[Story], clock: Clock | None = None) -> Analysis:
+    """Return all tables of an experiment; methods are called as the runs' records say.
+
+    Args:
+        stories: its runs.
+        clock: by which they get modelled seconds, as ``modelled.make_clock`` returns it.
+    """
+    rows = [timed(rows, clock) for story in stories if (rows := rows_of(story))]
+    return analyse_tables(join(rows, {}))
 
 
 def analyse_tables(measured: Tables) -> Analysis:

@@ -146,6 +146,7 @@ def mean_curves(evaluations: pl.DataFrame, runs: pl.DataFrame) -> pl.DataFrame:
             *[pl.col(name).max().alias(f"{name}_high") for name in values],
             pl.col("bytes_sent").mean(),
             pl.col("train_s").mean(),
+            pl.col("modelled_s").mean(),
         )
         .filter(pl.col("runs") == pl.col("runs").max().over([*SETTING, "method"]))
         .sort([*SETTING, "method", "step"], maintain_order=True)

@@ -86,6 +86,7 @@ def rows_of(story: Story, planned: Mapping[str, str] | None = None) -> RunRows |
     looks = [record for record in story.records if isinstance(record, Evaluation)]
     evaluations = _evaluations(story.run_id, looks, workload)
     run = _run(story, spec, steps, workload) | _result(story, evaluations, workload)
+    run["parameter_bytes"] = started.parameter_bytes or None
     return RunRows(run, _steps(story.run_id, steps), evaluations, _dispersion(story.run_id, steps))
 
 
@@ -261,6 +262,8 @@ _RUN_SCHEMA: dict[str, Any] = {
     "connections": pl.Float64,
     "bytes_sent": pl.Float64,
     "train_s": pl.Float64,
+    "modelled_s": pl.Float64,
+    "parameter_bytes": pl.Int64,
     **_RESULT_SCHEMA,
 }
 
@@ -278,6 +281,7 @@ _STEP_SCHEMA: dict[str, Any] = {
     "target": pl.Float64,
     "bytes_sent": pl.Float64,
     "train_s": pl.Float64,
+    "modelled_s": pl.Float64,
 }
 
 _EVALUATION_SCHEMA: dict[str, Any] = {
@@ -289,6 +293,7 @@ _EVALUATION_SCHEMA: dict[str, Any] = {
     "replicas_worst": pl.Float64,
     "bytes_sent": pl.Float64,
     "train_s": pl.Float64,
+    "modelled_s": pl.Float64,
     "samples": pl.Int64,
 }
 
@@ -302,7 +307,9 @@ _DISPERSION_SCHEMA: dict[str, Any] = {
 
 def _steps(run_id: str, steps: Sequence[Step]) -> pl.DataFrame:
     columns = {
-        name: [getattr(step, name) for step in steps] for name in _STEP_SCHEMA if name != "run_id"
+        name: [getattr(step, name, None) for step in steps]
+        for name in _STEP_SCHEMA
+        if name != "run_id"
     }
     return pl.DataFrame({"run_id": [run_id] * len(steps), **columns}, schema=_STEP_SCHEMA)
 

@@ -66,6 +66,7 @@ def figures(analysis: Analysis, norms: pl.DataFrame | None = None) -> list[Figur
         distance_figure(analysis, shown, look),
         decisions_figure(analysis, shown, look),
         _curves(analysis, shown, look, _BYTES),
+        _curves(analysis, shown, look, _MODELLED),
         _curves(analysis, on_processes, look, _SECONDS),
         sensitivity_figure(analysis, look),
     ]
@@ -171,6 +172,17 @@ _SECONDS = _Spent(
 )
 
 
+_MODELLED = _Spent(
+    column="modelled_s",
+    axis="modelled seconds",
+    unit="modelled seconds",
+    name="modelled",
+    title="Result per modelled second",
+    reading="The same curves against the time that the runtime model gives to the steps of each "
+    "run, on the experiment's links. Further up and to the left is better.",
+)
+
+
 def _curves(
     analysis: Analysis, runs: pl.DataFrame, look: dict[str, Style], spent: _Spent
 ) -> Figure:
@@ -178,7 +190,8 @@ def _curves(
     metrics = _metrics(analysis)
     for (workload, workers, method), curve in series(mean_curves(analysis.evaluations, runs)):
         for role in _ROLES:
-            kept = thin(curve.filter(pl.col(role).is_not_null()))
+            known = pl.col(role).is_not_null() & pl.col(spent.column).is_not_null()
+            kept = thin(curve.filter(known))
             if kept.is_empty():
                 continue
             x = kept[spent.column] / spent.scale

@@ -12,8 +12,10 @@ import polars as pl
 
 from gossamer.bench.analysis import Analysis, analyse_tables
 from gossamer.bench.analysis.tabulate import RunRows, join, rows_of
-from gossamer.bench.experiment import load
+from gossamer.bench.analysis.timed import timed
+from gossamer.bench.experiment import Experiment, load
 from gossamer.bench.matrix import Skipped
+from gossamer.bench.modelled import Clock, make_clock
 from gossamer.bench.norms import summarise_norms
 from gossamer.bench.planned import UNKNOWN, PlannedRuns, read_planned
 from gossamer.bench.store import Stamps, Store
@@ -83,6 +85,9 @@ class Results(NamedTuple):
     """How norms are spread over workers, one row per run, step and tensor; of some steps where
     there are many."""
 
+    clock: str
+    """By what modelled seconds are told, or why they are not; empty where nobody asked."""
+
     @property
     def missing(self) -> int:
         """Runs of which there is no result yet."""
@@ -109,6 +114,9 @@ class Reader:
             )
         self._store = Store(folder)
         self._kept: dict[str, _Kept] = {}
+        self._clock: Clock | None = None
+        self._clock_text = ""
+        """Of the experiment that the clock is of."""
 
     def stamps(self) -> dict[str, Stamps]:
         """Return what tells whether anything has changed."""
@@ -116,7 +124,8 @@ class Reader:
 
     def read(self) -> Results:
         """Return what the folder holds now."""
-        plan, name, text, remark = self._experiment()
+        experiment, plan, name, text, remark = self._experiment()
+        clock = self._read_clock(experiment)
         self._refresh({run.id: run.parts for run in plan.runs} if plan else {})
         if plan and self._kept and not self._kept.keys() & {run.id for run in plan.runs}:
             remark = "its file asks for none of those in the folder, so another version made them"
@@ -125,7 +134,7 @@ class Reader:
         chosen = {
             run_id: kept for run_id, kept in self._kept.items() if not planned or run_id in planned
         }
-        rows = [kept.rows for kept in chosen.values() if kept.rows]
+        rows = [timed(kept.rows, self._clock) for kept in chosen.values() if kept.rows]
         analysis = analyse_tables(join(_in_order(rows, list(planned)), planned))
         counts = Counter(analysis.all_runs["status"].to_list())
         counts["damaged"] += sum(kept.rows is None for kept in chosen.values())
@@ -144,7 +153,22 @@ class Reader:
             specs={row.run["run_id"]: row.run["spec"] for row in rows},
             environments=_environments(list(chosen.values())),
             norms=pl.concat([NO_NORMS, *(kept.norms for kept in chosen.values())]),
+            clock=clock,
         )
+
+    def _read_clock(self, experiment: Experiment | None) -> str:
+        """Make the clock that the experiment asks for; return what to say of it."""
+        text = experiment.text if experiment else ""
+        if experiment is None or text != self._clock_text:
+            self._clock, self._clock_text = None, ""
+        if experiment is None:
+            return ""
+        try:
+            self._clock = self._clock or make_clock(experiment)
+        except UserError as error:
+            return f"not known, because {error}"
+        self._clock_text = text
+        return self._clock.described if self._clock else ""
 
     def _refresh(self, planned: Mapping[str, Mapping[str, str]]) -> None:
         stamps = self.stamps()
@@ -173,17 +197,17 @@ class Reader:
             return NO_NORMS
         return norms.select(pl.lit(run_id).alias("run_id"), pl.all())
 
-    def _experiment(self) -> tuple[PlannedRuns | None, str, str, str]:
+    def _experiment(self) -> tuple[Experiment | None, PlannedRuns | None, str, str, str]:
         path = self._store.experiment_path
         fallback = self._store.folder.resolve().name
         if not path.exists():
-            return None, fallback, "", f"{path.name} is not in the folder"
+            return None, None, fallback, "", f"{path.name} is not in the folder"
         try:
             experiment = load(path)
             plan = read_planned(self._store, experiment)
-            return plan, experiment.name, experiment.text, "" if plan else UNKNOWN
+            return experiment, plan, experiment.name, experiment.text, "" if plan else UNKNOWN
         except UserError as error:
-            return None, fallback, path.read_text(), str(error)
+            return None, None, fallback, path.read_text(), str(error)
 
 
 def _in_order(rows: list[RunRows], planned: list[str]) -> list[RunRows]:
