@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import os
 import random
@@ -20,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import SGD, AdamW
@@ -292,6 +294,98 @@ def test_where_none_is_whole_the_run_does_not_start(tmp_path: Path) -> None:
     run_ranks(2, body)
 
 
+@pytest.mark.parametrize("found", ["a pipe", "brackets", "a million", "a list", "no keys", "text"])
+def test_whatever_a_damaged_checkpoint_raises_the_one_before_is_taken(
+    found: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A pipe is not waited for, and no error of JSON, safetensors or Python goes through."""
+
+    def write_part(folder: Path, state: Any) -> None:
+        """Put another state in place of the only part, with the checksum that it has."""
+        checksum = snapshot.write(folder / "new", state)
+        _name_part(folder, checksum)
+
+    def damage(folder: Path) -> None:
+        manifest = folder / "checkpoint.json"
+        if found == "a pipe":
+            manifest.unlink()
+            os.mkfifo(manifest)
+        elif found == "brackets":
+            manifest.write_text("[" * 200_000)
+        elif found == "a million":
+            manifest.write_text(json.dumps({"version": 1, "checksums": ["0" * 15] * 10**6}))
+        elif found == "a list":
+            write_part(folder, [1, 2])
+        elif found == "no keys":
+            write_part(folder, {"other": 1})
+        else:  # a file of the right checksum that is none of safetensors
+            (folder / "new").write_text("no tensors")
+            _name_part(folder, snapshot.checksum_of(folder / "new"))
+
+    def body(group: ProcessGroup) -> int:
+        run = Run(group, tmp_path).train_to(4, save_at=(2, 4))
+        damage(tmp_path / "step-00000004")
+        run.end()
+        other = Run(group, tmp_path)
+        assert other.checkpoints.restore()
+        other.end()
+        return other.gossip.num_steps
+
+    began = time.monotonic()
+    assert run_ranks(1, body) == [2]
+    assert time.monotonic() - began < 10
+    assert "passes over" in caplog.text
+
+
+def _name_part(folder: Path, checksum: int) -> None:
+    (part,) = folder.glob("rank-00000-*")
+    part.unlink()
+    (folder / "new").rename(folder / f"rank-00000-{checksum:015x}.safetensors")
+    (folder / "checkpoint.json").write_text(
+        json.dumps({"version": 1, "checksums": [f"{checksum:015x}"]})
+    )
+
+
+def test_a_link_among_the_steps_is_neither_read_nor_removed(tmp_path: Path) -> None:
+    """What it leads to is another run's: that run's checkpoints stay as they are."""
+
+    def body(group: ProcessGroup) -> None:
+        Run(group, tmp_path / "theirs").train_to(1, save_at=(1,)).end()
+        (tmp_path / "ours").mkdir()
+        link = tmp_path / "ours" / "step-00000001"
+        link.symlink_to(tmp_path / "theirs" / "step-00000001")
+        run = Run(group, tmp_path / "ours", keep=1)
+        assert not run.checkpoints.restore()
+        run.train_to(3, save_at=(2, 3)).end()
+        assert link.is_symlink()
+        with pytest.raises(UserError, match="which is a link"):
+            Run(group, tmp_path / "ours").train_to(1).checkpoints._folder.write_part(1, {})
+
+    run_ranks(1, body)
+    theirs = tmp_path / "theirs" / "step-00000001"
+    assert (theirs / "checkpoint.json").exists()
+    assert len([*theirs.iterdir()]) == 2
+
+
+def test_a_full_disk_is_said_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With how much must be written and what to do; nothing half-written stays."""
+
+    def full(tensors: object, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(snapshot, "save_file", full)
+
+    def body(group: ProcessGroup) -> None:
+        run = Run(group, tmp_path).train_to(1)
+        with pytest.raises(OSError, match=r"bytes must be written .* No space left .*free room"):
+            run.checkpoints.save()
+        run.end()
+
+    run_ranks(1, body)
+    assert [*tmp_path.glob("step-*/*")] == []
+
+
 class Disk:
     """Calls that change the disk, of which one fails."""
 
@@ -320,7 +414,7 @@ def save_fails(run: Run) -> bool:
     try:
         run.checkpoints.save()
     except OSError as error:
-        return str(error) == "no space left on device"
+        return "no space left on device" in str(error)
     except UserError as error:
         return "every rank must write its part" in str(error)
     return False

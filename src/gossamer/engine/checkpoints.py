@@ -16,8 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, final
 
-from safetensors import SafetensorError
-
 from gossamer.engine.environment import environment
 from gossamer.errors import UserError
 from gossamer.gossip.checkpoint_folder import CheckpointFolder, Found
@@ -151,7 +149,7 @@ class RunCheckpoints:
         folder = self._folder
         try:
             checksum = folder.write_part(step, self._state())
-        except (OSError, SafetensorError, UserError) as error:
+        except (OSError, UserError) as error:
             _log.warning("the run goes on without a checkpoint of step %d: %s", step, error)
             checksum = _NOTHING
         checksums = self._workers.gather(checksum)
@@ -229,4 +227,6 @@ class RunCheckpoints:
         for name, ours in self._facts.items():
             if found.state.get(name) != ours:
                 return None, f"whose {name} is {found.state.get(name)} and not {ours}"
+        if missing := {"clock", "workers", "records"} - found.state.keys():
+            return None, f"which has no {', '.join(sorted(missing))}"
         return found, ""

@@ -21,14 +21,16 @@ import re
 import shutil
 from collections.abc import Collection
 from pathlib import Path
-from typing import NamedTuple, final
+from typing import NamedTuple, cast, final
 
 from gossamer.errors import UserError
-from gossamer.files import sync_folder
+from gossamer.files import read_bounded, sync_folder
 from gossamer.gossip import snapshot
 
 _MANIFEST = "checkpoint.json"
 _VERSION = 1
+_MANIFEST_BYTES = 2**22
+"""The most that a manifest may have: about 200,000 ranks."""
 
 
 class Found(NamedTuple):
@@ -61,8 +63,13 @@ class CheckpointFolder:
 
     def steps(self) -> list[int]:
         """Return the steps that have a folder, complete or not, oldest first."""
-        matches = [re.fullmatch(r"step-(\d+)", path.name) for path in self.path.glob("step-*")]
-        return sorted(int(match[1]) for match in matches if match)
+        found: list[int] = []
+        for path in self.path.glob("step-*"):
+            match = re.fullmatch(r"step-([0-9]{8,18})", path.name)
+            # A link leads to what is not ours to read, and never to remove.
+            if match and self.of(int(match[1])) == path and _is_own_folder(path):
+                found.append(int(match[1]))
+        return sorted(found)
 
     def complete_steps(self) -> list[int]:
         """Return the steps whose checkpoint has been written by all ranks, oldest first."""
@@ -72,6 +79,11 @@ class CheckpointFolder:
         """Write what this rank saves of a step; return its checksum."""
         folder = self.of(step)
         folder.mkdir(parents=True, exist_ok=True)
+        if not _is_own_folder(folder):
+            raise UserError(
+                f"a checkpoint needs a folder of its own, got {folder}, which is a link; remove "
+                "it, or choose another folder"
+            )
         checksum = snapshot.write(self._aside(folder), state)
         _publish(self._aside(folder), _part(folder, self._rank, checksum))
         return checksum
@@ -79,7 +91,8 @@ class CheckpointFolder:
     def write_manifest(self, step: int, checksums: list[int]) -> None:
         """Make a checkpoint complete, when all ranks have written their parts."""
         folder = self.of(step)
-        with self._aside(folder).open("w") as file:
+        self._aside(folder).unlink(missing_ok=True)
+        with self._aside(folder).open("x") as file:
             file.write(_manifest_of(checksums))
             file.flush()
             os.fsync(file.fileno())
@@ -95,12 +108,19 @@ class CheckpointFolder:
         folder = self.of(step)
         manifest_id = snapshot.checksum_of(folder / _MANIFEST)
         checksums = _read_manifest(folder / _MANIFEST)
-        parts = [(_part(folder, rank, c), c) for rank, c in enumerate(checksums)]
-        if len(parts) == num_workers:
-            state = snapshot.read(*parts[self._rank])
+
+        def read_part(rank: int) -> snapshot.StateDict:
+            part = _part(folder, rank, checksums[rank])
+            state = snapshot.read(part, checksums[rank])
+            if not isinstance(state, dict):
+                raise snapshot.DamagedError(f"{part} must hold a dict, got another state")
+            return cast("snapshot.StateDict", state)
+
+        if len(checksums) == num_workers:
+            state = read_part(self._rank)
         else:
-            state = snapshot.average(snapshot.read(*part) for part in parts)
-        return Found(folder, manifest_id, len(parts), state)
+            state = snapshot.average(map(read_part, range(len(checksums))))
+        return Found(folder, manifest_id, len(checksums), state)
 
     def remove_before(self, step: int, keep: int, damaged: Collection[int]) -> None:
         """Remove checkpoints that a complete one makes superfluous, unfinished ones among them.
@@ -119,6 +139,8 @@ class CheckpointFolder:
 
     def remove(self, step: int) -> None:
         """Remove a checkpoint, its manifest first: what is left of it is not complete."""
+        if self.of(step).is_symlink():
+            return
         with contextlib.suppress(OSError):  # another rank may have been faster
             (self.of(step) / _MANIFEST).unlink()
         shutil.rmtree(self.of(step), ignore_errors=True)
@@ -128,10 +150,15 @@ class CheckpointFolder:
         folder = self.of(step)
         for path in folder.glob(f"{_prefix(self._rank)}*"):
             if path != _part(folder, self._rank, checksum):
-                path.unlink()
+                with contextlib.suppress(OSError):  # none of ours
+                    path.unlink()
 
     def _aside(self, folder: Path) -> Path:
         return folder / f"{_prefix(self._rank)}.part"
+
+
+def _is_own_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
 
 
 def _prefix(rank: int) -> str:
@@ -155,10 +182,10 @@ def _manifest_of(checksums: list[int]) -> str:
 
 def _read_manifest(path: Path) -> list[int]:
     try:
-        text = path.read_text()
+        text = read_bounded(path, _MANIFEST_BYTES).decode()
         checksums = [int(checksum, 16) for checksum in json.loads(text)["checksums"]]
         if checksums and text == _manifest_of(checksums):
             return checksums
-    except (ValueError, TypeError, LookupError):
+    except (ValueError, TypeError, LookupError, RecursionError):
         pass  # said below
     raise snapshot.DamagedError(f"{path} is not a manifest of version {_VERSION}")

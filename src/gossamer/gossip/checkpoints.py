@@ -161,7 +161,7 @@ class Checkpoints:
         while (step := self._newest_left()) != _NOTHING:
             found, reason = None, ""
             try:
-                found = self._folder.read(step, self._gossip.num_workers)
+                found = _checked(self._folder.read(step, self._gossip.num_workers))
             except (OSError, DamagedError) as error:
                 reason = f": {error}"
             manifests = self._worker.gather(_NOTHING if found is None else found.manifest_id)
@@ -248,6 +248,17 @@ class Checkpoints:
                 what = "every rank to say whether it was interrupted"
                 self._answers = self._worker.begin_gather(int(self._asked_to_stop), what)
         return self._stopping
+
+
+_GOSSIP_KEYS = {"num_workers", "rank", "topology", "num_steps", "control"}
+
+
+def _checked(found: Found) -> Found:
+    """Return a checkpoint that is one of a gossip and its objects; another may have its format."""
+    objects, gossip = found.state.get("objects"), found.state.get("gossip")
+    if not isinstance(objects, dict) or not isinstance(gossip, dict) or _GOSSIP_KEYS - {*gossip}:
+        raise DamagedError(f"{found.folder} must hold a gossip and its objects, got others")
+    return found
 
 
 def _is_stateful(thing: object) -> bool:

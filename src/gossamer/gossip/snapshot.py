@@ -10,19 +10,22 @@ In the JSON a list is a list, and other things that JSON does not have are an ob
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
-from typing import Any, TypeAlias, final
+from typing import Any, TypeAlias, cast, final
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from gossamer.errors import UserError
+from gossamer.files import open_regular
 from gossamer.gossip.buckets import is_dense
 
 StateDict: TypeAlias = dict[str, Any]
@@ -58,20 +61,39 @@ def write(path: Path, state: StateDict) -> int:
     packer = _Packer()
     structure = json.dumps(packer.pack(state, ())).encode()
     packer.tensors[_STRUCTURE] = torch.frombuffer(bytearray(structure), dtype=torch.uint8)
-    save_file(_disjoint(packer.tensors), path)
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
-    return checksum_of(path)
+    path.unlink(missing_ok=True)  # what is there may be a pipe, or a link to elsewhere
+    try:
+        save_file(_disjoint(packer.tensors), path)
+        with path.open("rb+") as file:
+            os.fsync(file.fileno())
+        return checksum_of(path)
+    except (OSError, SafetensorError) as error:
+        path.unlink(missing_ok=True)  # half of it would only take room
+        raise OSError(
+            getattr(error, "errno", None) or errno.EIO,  # safetensors keeps the number in words
+            f"a state of {sum(tensor.nbytes for tensor in packer.tensors.values()):,} bytes must "
+            f"be written to {path}, got {error}; free room on the disk, or choose another folder",
+        ) from error
 
 
-def read(path: Path, checksum: int) -> StateDict:
-    """Return the state in a file, on the CPU; raise DamagedError where the checksum differs."""
+def read(path: Path, checksum: int) -> Any:
+    """Return the state in a file, on the CPU.
+
+    Raises:
+        DamagedError: the checksum differs, or what is in the file is no state.
+        OSError: it cannot be read.
+    """
     found = checksum_of(path)
     if found != checksum:
         raise DamagedError(f"{path} must have the checksum {checksum:015x}, got {found:015x}")
-    # Not mapped: what is loaded must outlive the file, in memory aligned as any tensor's.
-    tensors = load_file(path, backend="pread")
-    return _unpack(json.loads(tensors.pop(_STRUCTURE).numpy().tobytes()), tensors)
+    try:
+        # Not mapped: what is loaded must outlive the file, in memory aligned as any tensor's.
+        tensors = load_file(path, backend="pread")
+        return _unpack(json.loads(tensors.pop(_STRUCTURE).numpy().tobytes()), tensors)
+    except OSError:
+        raise
+    except Exception as error:  # of safetensors, JSON, torch: whatever a file that is none raises
+        raise DamagedError(f"{path} holds no state: {type(error).__name__}: {error}") from error
 
 
 def average(states: Iterable[StateDict]) -> StateDict:
@@ -103,8 +125,8 @@ def average(states: Iterable[StateDict]) -> StateDict:
 
 def checksum_of(path: Path) -> int:
     """Return 60 bits of a file's digest, which fit in the number that ranks can gather."""
-    with path.open("rb") as file:
-        return int(hashlib.file_digest(file, "blake2b").hexdigest()[:15], 16)
+    with open_regular(path) as file:
+        return int(hashlib.file_digest(cast("Any", file), "blake2b").hexdigest()[:15], 16)
 
 
 @final
