@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import NamedTuple
@@ -18,7 +20,7 @@ from gossamer import Simulation
 from gossamer.errors import UserError
 from gossamer.gossip import ExchangeError, NonFiniteError, Stats, decentralize
 from gossamer.gossip.marks import mark_like, marked
-from gossamer.nonfinite import finite_workers
+from gossamer.nonfinite import ParameterWatch, measured_norms
 from gossamer.topology import Schedule, from_matrix, parse, ring
 from tests import reference
 from tests.catalogue import ALL_TOPOLOGIES
@@ -45,6 +47,19 @@ def optimizer_of(parameters: object) -> SGD:
     return SGD(parameters, lr=0.05, momentum=0.9)  # pyright: ignore[reportArgumentType]
 
 
+def train(
+    model: nn.Module,
+    optimizer: SGD,
+    rank: int,
+    num_steps: int,
+    loss: Callable[[nn.Module, int, int], Tensor] = loss_of,
+) -> None:
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        loss(model, rank, step).backward()
+        optimizer.step()
+
+
 class Trained(NamedTuple):
     """What a rank comes to."""
 
@@ -60,10 +75,7 @@ def train_rank(
     gossip = decentralize(
         model, optimizer, topology, process_group=group, order=order, bucket_mb=bucket_mb
     )
-    for step in range(NUM_STEPS):
-        optimizer.zero_grad()
-        loss_of(model, group.rank(), step).backward()
-        optimizer.step()
+    train(model, optimizer, group.rank(), NUM_STEPS)
     gossip.close()
     return Trained(vector_of(model), gossip.stats())
 
@@ -127,8 +139,9 @@ def test_every_number_counts_and_large_ones_are_finite(dtype: torch.dtype) -> No
     stacked[4, 1, 1], stacked[4, 2, 2] = math.inf, -math.inf
     small = torch.ones(6, dtype=dtype)
     small[5] = -math.inf
-    finite = finite_workers([stacked, small])
-    assert finite.tolist() == [True, False, False, True, False, False]
+    norms = measured_norms([stacked, small])
+    assert np.isnan(norms).tolist() == [False, True, True, False, True, True]
+    assert norms[0] == 1
 
 
 @pytest.mark.parametrize("text", ALL_TOPOLOGIES)
@@ -202,15 +215,8 @@ def until_it_raises(group: ProcessGroup) -> str:
         nonfinite_rounds=3,
         timeout=timedelta(seconds=2),
     )
-
-    def train() -> None:
-        for step in range(12):
-            optimizer.zero_grad()
-            loss_of(model, group.rank(), step).backward()
-            optimizer.step()
-
     with pytest.raises((NonFiniteError, ExchangeError)) as raised:
-        train()
+        train(model, optimizer, group.rank(), 12)
     with pytest.raises(ExchangeError, match="parameters must be finite"):  # and from then on
         optimizer.step()
     culprit = getattr(raised.value, "culprit", None) or getattr(raised.value, "workers", None)
@@ -246,3 +252,70 @@ def test_a_limit_must_be_a_number_of_rounds() -> None:
         Simulation(
             make_model(), nn.functional.mse_loss, optimizer_of, workers=2, nonfinite_rounds=-1
         )
+
+
+# - Absurd values
+
+
+def diverge(group: ProcessGroup) -> str:
+    """Train with 10,000 times the learning rate on one rank; return what ends it."""
+    model = make_model()
+    optimizer = SGD(model.parameters(), lr=500 if group.rank() == SPOILED else 0.05)
+    gossip = decentralize(
+        model, optimizer, "ring", process_group=group, timeout=timedelta(seconds=2)
+    )
+    with pytest.raises((NonFiniteError, ExchangeError)) as raised:
+        train(model, optimizer, group.rank(), 90, reference.loss_of)
+    with suppress(RuntimeError):
+        gossip.close()
+    return str(raised.value)
+
+
+def test_a_learning_rate_that_is_far_too_high_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """The rank is named at its first step, before any other, and the job ends in an error."""
+    ends = run_ranks(4, diverge)
+    assert "the parameters of rank 2 have grown from a norm of " in caplog.messages[0]
+    assert "in one step, at step 1:" in caplog.messages[0]
+    assert all("parameters must be finite, got those of rank " in end for end in ends)
+
+
+def test_a_simulation_tells_of_growth(caplog: pytest.LogCaptureFixture) -> None:
+    """Of the worker that grew, once; growth that training may have is not told."""
+    watch = ParameterWatch("worker", range(3), np.array([1.0, 2.0, 0.0]), 10, logging.getLogger())
+    for step in range(3):
+        watch.look(np.array([9.0, 21.0 * 11**step, 5.0]), step)
+    assert caplog.messages == [
+        "the parameters of worker 1 have grown from a norm of 2 to 21 in one step, at step 0: "
+        "others mix with them; look at its learning rate, gradients and data"
+    ]
+
+
+def test_sketches_tell_who_is_far_outside(caplog: pytest.LogCaptureFixture) -> None:
+    """In both engines, once, by whoever gathers sketches; workers that train alike are not told."""
+
+    def body(group: ProcessGroup) -> None:
+        model = make_model()
+        optimizer = optimizer_of(model.parameters())
+        gossip = decentralize(model, optimizer, "ring", process_group=group, order="atc")
+        train(model, optimizer, group.rank(), 2)
+        gossip.sketches()
+        with gossip.drained(), torch.no_grad():
+            for parameter in model.parameters():
+                parameter += 1e3 * (group.rank() == SPOILED)
+            gossip.sketches()
+            gossip.sketches()
+        gossip.close()
+
+    run_ranks(4, body)
+    assert len(caplog.messages) == 4
+    assert all("rank 2 are" in said and "times as far" in said for said in caplog.messages)
+    caplog.clear()
+    sim = simulate("ring", "atc", SINCE)
+    sim.sketches()
+    assert not caplog.messages
+    for parameter in sim.parameters.values():
+        parameter[SPOILED] += 1e3
+    sim.sketches()
+    sim.sketches()
+    (said,) = caplog.messages
+    assert said.startswith("the parameters of worker 2 are")

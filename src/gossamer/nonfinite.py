@@ -1,12 +1,15 @@
-"""Workers whose parameters are not finite: how they are found, and what is said of them.
+"""Workers whose parameters are not finite, or grow beyond measure: how it is found and said.
 
-Both engines leave such a worker out of a round: it neither gives nor takes (``Round.without``).
-After some rounds in a row they raise.
+Both engines leave a worker whose parameters are not finite out of a round: it neither gives nor
+takes (``Round.without``). After some rounds in a row they raise.
 """
+
+# W: workers, N: numbers per worker, T: tensors
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable, Sequence
 from typing import final
 
@@ -15,10 +18,13 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import UserError
-from gossamer.topology.arrays import BoolArray
+from gossamer.topology.arrays import BoolArray, FloatArray
 
-_SUMMED_AS = {torch.float16: torch.float32}
-"""For numbers whose sums would often overflow."""
+_MEASURED_AS = {torch.float16: torch.float32}
+"""For numbers whose squares overflow soon."""
+
+_ABSURD_GROWTH = 10.0
+"""By this factor no parameters grow in a step of training that goes well."""
 
 
 class NonFiniteError(RuntimeError):
@@ -35,20 +41,25 @@ class NonFiniteError(RuntimeError):
 
 
 @torch.no_grad()
-def finite_workers(tensors: Iterable[Tensor]) -> BoolArray:
-    """Return whether all numbers of each worker are finite, [W].
+def measured_norms(tensors: Iterable[Tensor]) -> FloatArray:
+    """Return the L2 norm of all numbers of each worker, [W]; NaN where one of them is not finite.
 
     Args:
         tensors: stacked, [W, ...]; a row per worker.
     """
     flat = [tensor.reshape(len(tensor), -1) for tensor in tensors]
-    # One pass that keeps nothing: the sum of finite terms is finite, but for an overflow, and only
-    # where it is not is every number looked at.
-    sums = [x_WN.sum(1, dtype=_SUMMED_AS.get(x_WN.dtype)) for x_WN in flat]
-    finite_W = torch.stack([torch.isfinite(sum_W) for sum_W in sums]).all(0)
-    if not finite_W.all():
+    # One pass that keeps nothing: a finite norm is of finite numbers. One that is not may have
+    # overflowed, and only then is every number looked at.
+    norms_TW = torch.stack([_norms(x_WN).double() for x_WN in flat])
+    norms_W = torch.linalg.vector_norm(norms_TW, dim=0)
+    if not norms_W.isfinite().all():
         finite_W = torch.stack([torch.isfinite(x_WN).all(1) for x_WN in flat]).all(0)
-    return finite_W.numpy(force=True)
+        norms_W = torch.where(finite_W, norms_W, math.nan)
+    return norms_W.numpy(force=True)
+
+
+def _norms(x_WN: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(x_WN, dim=1, dtype=_MEASURED_AS.get(x_WN.dtype))
 
 
 def check_limit(nonfinite_rounds: int) -> None:
@@ -61,35 +72,47 @@ def check_limit(nonfinite_rounds: int) -> None:
 
 
 @final
-class NonFiniteRounds:
-    """Rounds in which workers were left out, counted; says so once for each, and raises.
+class ParameterWatch:
+    """Looks at the norms of workers from round to round; says what is wrong once for each worker.
 
     Args:
         kind: what a worker is called.
-        workers: those whose rounds are counted.
-        limit: after so many in a row it raises; 0 for never.
+        workers: those that are watched.
+        norms: of their parameters at the beginning.
+        limit: after so many rounds in a row in which one was not finite it raises; 0 for never.
         log: where it is said.
     """
 
-    def __init__(self, kind: str, workers: Sequence[int], limit: int, log: logging.Logger) -> None:
-        self._log = log
+    def __init__(
+        self,
+        kind: str,
+        workers: Sequence[int],
+        norms: FloatArray,
+        limit: int,
+        log: logging.Logger,
+    ) -> None:
         self._kind = kind
         self._workers = np.asarray(workers)
         self._limit = limit
+        self._log = log
+        self._norms = norms
         self._in_a_row = np.zeros(len(workers), np.int64)
-        self._said: set[int] = set()
+        self._said: set[tuple[str, int]] = set()
 
-    def note(self, finite: BoolArray, step: int) -> None:
-        """Take in one round; raise where it is the last that a worker may be left out of.
+    def look(self, norms: FloatArray, step: int) -> BoolArray:
+        """Return which workers are finite in a round.
 
         Args:
-            finite: whether each worker's parameters are.
+            norms: of each worker's parameters, NaN where they are not finite.
             step: the step that the round is of.
+
+        Raises:
+            NonFiniteError: one was not in too many rounds in a row.
         """
-        if finite.all() and not self._in_a_row.any():
-            return
+        self._look_at_growth(norms, step)
+        finite = ~np.isnan(norms)
         self._in_a_row = np.where(finite, 0, self._in_a_row + 1)
-        self.say(self._workers[~finite].tolist(), step)
+        self.say_left_out(self._workers[~finite].tolist(), step)
         if self._limit and (self._in_a_row >= self._limit).any():
             stopped: list[int] = self._workers[self._in_a_row >= self._limit].tolist()
             raise NonFiniteError(
@@ -98,18 +121,38 @@ class NonFiniteRounds:
                 "clip gradients, or go on from a checkpoint before that",
                 stopped,
             )
+        return finite
 
-    def say(self, workers: Iterable[int], step: int) -> None:
+    def say_left_out(self, workers: Iterable[int], step: int) -> None:
         """Log that workers are left out, once for each."""
-        new = sorted({*workers} - self._said)
-        self._said.update(new)
-        if new:
+        if new := self._unsaid("left out", workers):
             self._log.warning(
                 "the parameters of %s are not finite at step %d: nobody mixes with them, and others"
                 " keep that weight on their own",
                 self._named(new),
                 step,
             )
+
+    def _look_at_growth(self, norms: FloatArray, step: int) -> None:
+        before, self._norms = self._norms, norms
+        absurd = (before > 0) & (norms > _ABSURD_GROWTH * before)  # not where one is NaN
+        for worker in self._unsaid("grown", self._workers[absurd].tolist()):
+            (place,) = np.flatnonzero(self._workers == worker)
+            self._log.warning(
+                "the parameters of %s %d have grown from a norm of %.3g to %.3g in one step, at "
+                "step %d: others mix with them; look at its learning rate, gradients and data",
+                self._kind,
+                worker,
+                before[place],
+                norms[place],
+                step,
+            )
+
+    def _unsaid(self, what: str, workers: Iterable[int]) -> list[int]:
+        """Return those of whom this has not been said, and note that it now is."""
+        new = sorted(worker for worker in workers if (what, worker) not in self._said)
+        self._said.update((what, worker) for worker in new)
+        return new
 
     def _named(self, workers: Sequence[int]) -> str:
         return f"{self._kind}{'s' if len(workers) > 1 else ''} {', '.join(map(str, workers))}"

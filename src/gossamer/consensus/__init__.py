@@ -1,7 +1,7 @@
 """How far apart workers are, and what to do about it. Pure: both engines feed the same objects.
 
 Measuring: ``distance`` is Ξ, exactly and by a sketch; ``dispersion`` is what DBench reports of
-norms; ``critical`` says how far apart workers may be at no cost.
+norms; ``critical`` says how far apart workers may be at no cost; ``outliers`` who is far outside.
 
 Controlling, each module on top of those before it:
 
@@ -29,6 +29,7 @@ from gossamer.consensus.distance import (
 from gossamer.consensus.memories import Memory
 from gossamer.consensus.norm_steps import NormSteps
 from gossamer.consensus.observation import Needs, Observation
+from gossamer.consensus.outliers import OutlierWatch
 from gossamer.consensus.policies import AdaConsensus, Gamma, Repeat
 from gossamer.consensus.round_source import Gathered, RoundSource, make_round_source, name_of
 from gossamer.consensus.targets import (
@@ -62,6 +63,7 @@ __all__ = [
     "Needs",
     "NormSteps",
     "Observation",
+    "OutlierWatch",
     "Phases",
     "Plain",
     "Plan",

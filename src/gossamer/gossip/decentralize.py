@@ -130,7 +130,8 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
             network.collectives.broadcast_(tensor)
         replica = Replica(model, trained, rule, bucket_mb)
         # - Put the step together, and hook it up
-        left_out = LeftOut(network.rank, nonfinite_rounds, detector, network.telemetry)
+        sent = [*replica.buckets, *replica.changing]
+        left_out = LeftOut(sent, network.rank, nonfinite_rounds, detector, network.telemetry)
         mixer = Mixer(
             replica.buckets, network, left_out, replica.changing, compares_rounds=compares_rounds
         )

@@ -11,8 +11,9 @@ from torch import Tensor
 from gossamer.gossip.failures import FailureDetector
 from gossamer.gossip.marks import mark_like
 from gossamer.gossip.telemetry import Telemetry
-from gossamer.nonfinite import NonFiniteError, NonFiniteRounds, finite_workers
+from gossamer.nonfinite import NonFiniteError, ParameterWatch, measured_norms
 from gossamer.topology import Round
+from gossamer.topology.arrays import FloatArray
 
 _log = logging.getLogger(__name__)
 
@@ -22,6 +23,7 @@ class LeftOut:
     """Looks at what one rank is about to send, and counts who was left out of its rounds.
 
     Args:
+        buckets: what it will send, as it is before the first step.
         rank: this one.
         limit: after so many rounds in a row that this rank is left out of, it raises; 0 for never.
         detector: tells the others.
@@ -30,6 +32,7 @@ class LeftOut:
 
     def __init__(
         self,
+        buckets: Sequence[Tensor],
         rank: int,
         limit: int,
         detector: FailureDetector,
@@ -38,7 +41,7 @@ class LeftOut:
         self.is_self = False
         """Whether it is this rank, in the round that began last."""
         self._rank = rank
-        self._rounds = NonFiniteRounds("rank", [rank], limit, _log)
+        self._watch = ParameterWatch("rank", [rank], _norms(buckets), limit, _log)
         self._detector = detector
         self._telemetry = telemetry
         self._round: Round | None = None
@@ -53,9 +56,8 @@ class LeftOut:
         Raises:
             NonFiniteError: it was so in too many rounds in a row.
         """
-        finite = finite_workers([bucket.unsqueeze(0) for bucket in buckets])
         try:
-            self._rounds.note(finite, step)
+            finite = self._watch.look(_norms(buckets), step)
         except NonFiniteError as error:
             self._detector.give_up(error)
             raise
@@ -74,5 +76,9 @@ class LeftOut:
         # A short bucket names too many.
         ranks = set.intersection(*map(set, marked)) | ({self._rank} if self.is_self else set())
         if ranks and self._round is not None:
-            self._rounds.say(ranks, self._step)
+            self._watch.say_left_out(ranks, self._step)
             self._telemetry.count_left_out(ranks, mean_moves=not self._round.symmetric)
+
+
+def _norms(buckets: Sequence[Tensor]) -> FloatArray:
+    return measured_norms([bucket.unsqueeze(0) for bucket in buckets])

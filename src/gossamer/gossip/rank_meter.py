@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import struct
 from collections.abc import Callable, Sequence
@@ -12,9 +13,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from gossamer.consensus import Gathered, Sketch, tensor_norms
+from gossamer.consensus import Gathered, OutlierWatch, Sketch, tensor_norms
 from gossamer.gossip.collectives import Collectives
 from gossamer.topology.arrays import FloatArray
+
+_log = logging.getLogger(__name__)
 
 _NOT_TRAINING = -1
 """In place of a learning rate; these are not the bits of one."""
@@ -37,12 +40,14 @@ class RankMeter:
         self._optimizer = optimizers[0]
         self._collectives = collectives
         self._sketch = Sketch()
+        self._outliers = OutlierWatch("rank", _log)
         self.training = True
         """Whether this rank takes steps of its own, and not only mixes inside join()."""
 
     def begin_parameters(self) -> Gathered:
         """Begin to collect sketches of all workers' parameters."""
-        return self._begin(self._trained)
+        collect = self._begin(self._trained)
+        return lambda: self._outliers.look(collect())
 
     def begin_gradients(self) -> Gathered:
         """Begin to collect sketches of all workers' gradients."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import final
 
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gossamer.consensus import Gathered, Sketch
+from gossamer.consensus import Gathered, OutlierWatch, Sketch
+
+_log = logging.getLogger(__name__)
 
 
 @final
@@ -20,10 +23,12 @@ class StackedMeter:
         self._parameters = parameters
         self._optimizer = optimizer
         self._sketch = Sketch()
+        self._outliers = OutlierWatch("worker", _log)
 
     def begin_parameters(self) -> Gathered:
         """Return sketches of all workers' parameters, as they are now."""
-        return self._measured(list(self._parameters.values()))
+        measured = self._measured(list(self._parameters.values()))
+        return lambda: self._outliers.look(measured())
 
     def begin_gradients(self) -> Gathered:
         """Return sketches of all workers' gradients, zeros where there are none."""

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.errors import UserError
-from gossamer.nonfinite import finite_workers
+from gossamer.nonfinite import measured_norms
 from gossamer.normalization import StatisticsRule, running_statistics
 from gossamer.simulate.gradients import ChunkGradients
 from gossamer.simulate.mixing import mix_
 from gossamer.simulate.workers import NamedTensors
 from gossamer.topology import Round
-from gossamer.topology.arrays import BoolArray
+from gossamer.topology.arrays import FloatArray
 
 
 @final
@@ -81,28 +81,29 @@ class Replicas:
         """Return copies of what neighbours get of statistics while forward passes change them."""
         return [s.clone() for s in self._statistics.values()] if self._rule.mixed else []
 
-    def mix(self, round: Round, sent: Sequence[Tensor] = ()) -> BoolArray:
+    def mix(self, round: Round, sent: Sequence[Tensor] = ()) -> FloatArray:
         """Mix all parameters with a round, and statistics where they are mixed.
 
-        Workers whose parameters are not finite are left out; returns which ones are, [W].
+        Workers whose parameters are not finite are left out. Returns the norms of all of them
+        before that, [W], NaN of those.
 
         Args:
             round: on as many workers.
             sent: statistics as neighbours get them, one per statistic; by default as they are.
         """
-        finite_W = self._finite(sent)
-        if finite_W.all():
+        norms_W = self.measured_norms(sent)
+        away = np.flatnonzero(np.isnan(norms_W)).tolist()
+        if not away:
             self._mix(round, sent)
-            return finite_W
-        away = np.flatnonzero(~finite_W).tolist()
+            return norms_W
         with self._put_back(away, sent):
             self._mix(round.without(away), sent)
-        return finite_W
+        return norms_W
 
-    def _finite(self, sent: Sequence[Tensor]) -> BoolArray:
-        """Return whether all that each worker would send is finite, [W]."""
+    def measured_norms(self, sent: Sequence[Tensor] = ()) -> FloatArray:
+        """Return the L2 norm of all that each worker would send, [W]; NaN where not finite."""
         statistics = (sent or self._statistics.values()) if self._rule.mixed else ()
-        return finite_workers([*self.parameters.values(), *statistics])
+        return measured_norms([*self.parameters.values(), *statistics])
 
     @contextlib.contextmanager
     def _put_back(self, workers: list[int], sent: Sequence[Tensor]) -> Generator[None]:

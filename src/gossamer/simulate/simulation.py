@@ -35,7 +35,7 @@ from gossamer.consensus import (
     make_round_source,
     tensor_norms,
 )
-from gossamer.nonfinite import NonFiniteRounds, check_limit
+from gossamer.nonfinite import ParameterWatch, check_limit
 from gossamer.normalization import rule_of
 from gossamer.optim import with_num_workers
 from gossamer.simulate.gradients import Loss
@@ -109,7 +109,6 @@ class Simulation:
         )
         rule = rule_of(buffers)
         check_limit(nonfinite_rounds)
-        self._nonfinite = NonFiniteRounds("worker", range(workers), nonfinite_rounds, _log)
         optimizer = with_num_workers(optimizer, workers)
 
         # - One worker
@@ -119,6 +118,9 @@ class Simulation:
         # - All workers
         self._replicas = Replicas(template.model, template.trained, workers, rule)
         self._parameters = self._replicas.parameters
+        self._watch = ParameterWatch(
+            "worker", range(workers), self._replicas.measured_norms(), nonfinite_rounds, _log
+        )
         self._gradients = template.gradients
         self._update = make_update(optimizer, list(self._parameters.values()), elementwise)
         self._next_rounds: tuple[Round, ...] = ()
@@ -230,8 +232,7 @@ class Simulation:
 
     def _mix(self, round: Round, sent: Sequence[Tensor] = ()) -> None:
         """Mix with a round, statistics as neighbours get them, and count what is sent."""
-        finite_W = self._replicas.mix(round, sent)
-        self._nonfinite.note(finite_W, self.num_steps)
+        finite_W = self._watch.look(self._replicas.mix(round, sent), self.num_steps)
         if not finite_W.all():
             self.left_out += ~finite_W
             self.mean_moved += not round.symmetric
