@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import re
 import socket
@@ -26,6 +27,7 @@ from gossamer.gossip import ExchangeError, decentralize
 from gossamer.gossip.failures import FailureDetector
 from gossamer.gossip.network import Network
 from gossamer.gossip.notices import NoticeBoard
+from gossamer.optim import AccumAdamW
 from gossamer.topology import Schedule, from_matrix, parse, ring, static
 from tests import reference
 from tests.ranks import run_ranks
@@ -772,6 +774,21 @@ def test_without_a_process_group_the_error_says_how_to_get_one() -> None:
     model = make_model()
     with pytest.raises(UserError, match=r"init_process_group\(\) under torchrun"):
         decentralize(model, sgd(model), "ring")
+
+
+@pytest.mark.parametrize(("kind", "num_lines"), [(AdamW, 1), (AccumAdamW, 0), (SGD, 0)])
+def test_plain_adam_is_told_what_it_loses(
+    kind: Any, num_lines: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One rank says it once, with what to use; of other optimizers nothing is said."""
+
+    def body(group: ProcessGroup) -> None:
+        model = make_model()
+        decentralize(model, kind(model.parameters(), lr=0.1), process_group=group).close()
+
+    with caplog.at_level(logging.INFO):
+        run_ranks(2, body)
+    assert caplog.text.count("gossamer.optim.AccumAdamW.like(optimizer)") == num_lines
 
 
 def test_what_a_rank_opens_follows_from_its_neighbours() -> None:

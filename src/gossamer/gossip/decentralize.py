@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from importlib import metadata
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
+from torch.optim import Adam, Optimizer
 
 from gossamer.consensus import NormSteps, Policy, Target, make_round_source, name_of
 from gossamer.gossip import preconditions
@@ -39,6 +40,13 @@ from gossamer.nonfinite import check_limit
 from gossamer.normalization import rule_of
 from gossamer.optim import tell_num_workers
 from gossamer.topology import Round, Schedule, as_schedule
+
+_log = logging.getLogger(__name__)
+
+_ADVICE = (
+    "%s on each worker's own small batch learns less per step than on averaged gradients; "
+    "gossamer.optim.Accum%s.like(optimizer) makes up for most of that (docs/adam.md)"
+)
 
 
 def decentralize(  # noqa: PLR0913 - one keyword per option
@@ -137,6 +145,8 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
         )
         for each in optimizers:
             tell_num_workers(each, group.size())
+            if isinstance(each, Adam) and network.rank == 0 and network.size > 1:
+                _log.info(_ADVICE, type(each).__name__, type(each).__name__)
         meter = RankMeter(trained, optimizers, network.collectives)
         source = make_source(meter)
         guard = Guard(model, optimizers, trained)
