@@ -23,6 +23,7 @@ from gossamer.memory import free_bytes, group_bytes
 from gossamer.optim import AccumAdamW
 from gossamer.simulate import Centralized, mix_, worker_seed
 from gossamer.simulate.budget import memory_budget, saved_bytes
+from gossamer.simulate.clipping import check_clip_norm, clip_each_
 from gossamer.simulate.mixing import _kernel_of, _nothing
 from gossamer.topology import Round, parse, ring
 from tests import tasks
@@ -571,6 +572,30 @@ class Largest(torch.optim.Optimizer):
             group["largest"] = max(group["largest"], norm)
             for p in group["params"]:
                 p.sub_(p.grad, alpha=group["lr"] / group["largest"] / group["count"])
+
+
+def test_each_worker_is_clipped_by_its_own_norm() -> None:
+    """As torch clips it alone: one that is small stays to the bit, one without gradients too."""
+    generator = torch.Generator().manual_seed(0)
+    stacked = [nn.Parameter(torch.zeros(3, *shape)) for shape in ((4, 2), (5,), (2,))]
+    size_of_worker = torch.tensor([0.01, 1.0, 100.0])
+    for p in stacked[:2]:
+        noise = torch.randn(p.shape, generator=generator)
+        p.grad = noise * size_of_worker.view(3, *[1] * (p.dim() - 1))
+    apart = [[nn.Parameter(p.detach()[w].clone()) for p in stacked[:2]] for w in range(3)]
+    for w, own in enumerate(apart):
+        for p, q in zip(own, stacked, strict=False):
+            assert q.grad is not None
+            p.grad = q.grad[w].clone()
+        nn.utils.clip_grad_norm_(own, 1.5)
+    clip_each_(stacked, 1.5)
+    for w, own in enumerate(apart):
+        for p, q in zip(own, stacked, strict=False):
+            assert q.grad is not None
+            tolerance = 1e-6 if w else 0.0  # the first worker's are small enough
+            torch.testing.assert_close(q.grad[w], p.grad, rtol=tolerance, atol=0.0)
+    with pytest.raises(UserError, match="clip_norm must be at least 0, got nan"):
+        check_clip_norm(math.nan)
 
 
 def test_what_an_optimizer_keeps_in_its_groups_is_each_workers_own() -> None:

@@ -254,6 +254,7 @@ class _Rank:
         )
         self._outer = spec.make_outer(p for p in self._model.parameters() if p.requires_grad)
         self._seed, self._num_steps = spec.seed, 0
+        self._clip_norm = spec.clip_norm
         self._loss = self._sent = 0.0
 
     @property
@@ -273,6 +274,8 @@ class _Rank:
         self._num_steps += 1
         loss = self._workload.loss(self._synchronization.module(inputs[0]), targets[0])
         loss.backward()
+        if self._clip_norm:
+            nn.utils.clip_grad_norm_(self._model.parameters(), self._clip_norm)
         self._sent += self._synchronization.bytes_of(self._optimizer.step)
         if self._outer is not None:
             self._outer.step()

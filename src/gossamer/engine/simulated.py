@@ -56,6 +56,7 @@ class _Virtual:
                 dtype=dtype,
                 seed=spec.seed,
                 memory_gb=memory_gb,
+                clip_norm=spec.clip_norm,
             )
         else:
             self.mixing = self._sim = Simulation(
@@ -70,6 +71,7 @@ class _Virtual:
                 dtype=dtype,
                 seed=spec.seed,
                 memory_gb=memory_gb,
+                clip_norm=spec.clip_norm,
                 norms_every=spec.log_every,
                 nonfinite_rounds=0,  # a run that diverges is a result
             )

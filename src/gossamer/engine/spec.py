@@ -98,6 +98,10 @@ class RunSpec(BaseModel):
     """Whether ``lr_scaling`` uses the neighbourhood at each step, in place of the first step's.
     For local SGD that is all workers, always."""
 
+    clip_norm: NonNegativeFloat = 0.0
+    """The largest norm of a gradient: of each worker's own, or of the mean in centralized training;
+    0 clips nothing."""
+
     reference_batch: Count = _FROM_RECIPE
     warmup_epochs: NonNegativeFloat = _FROM_RECIPE
     batch_size: Count = _FROM_RECIPE
@@ -201,6 +205,8 @@ class RunSpec(BaseModel):
             del fields["evaluate_samples"]  # runs of before it was a field keep their ids
         if not self.validation_share:
             del fields["validation_share"]  # as well
+        if not self.clip_norm:
+            del fields["clip_norm"]
         if self.optimizer in OPTIMIZER_VERSIONS:
             fields["optimizer_version"] = OPTIMIZER_VERSIONS[self.optimizer]
         fields["optimizer_options"] = {  # 1 and 1.0 are one setting

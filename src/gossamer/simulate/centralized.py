@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from gossamer.errors import UserError
 from gossamer.optim import with_num_workers
+from gossamer.simulate.clipping import check_clip_norm
 from gossamer.simulate.gradients import ChunkGradients, Loss
 from gossamer.simulate.template import bytes_of, make_template
 from gossamer.simulate.update import MakeOptimizer, build
@@ -42,9 +43,10 @@ class Centralized:
         seed: of what forward passes draw, as in ``Simulation``.
         memory_gb: most memory for the model and activations; by default what is free.
         gradients: as in ``Simulation``.
+        clip_norm: the largest norm of the mean gradient; 0 clips nothing.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - one keyword per option
         self,
         model: nn.Module,
         loss: Loss,
@@ -55,11 +57,14 @@ class Centralized:
         seed: int = 0,
         memory_gb: float | None = None,
         gradients: str = "auto",
+        clip_norm: float = 0.0,
     ) -> None:
+        check_clip_norm(clip_norm)
         if workers < 1:
             raise UserError(f"workers must be at least 1, got {workers}; 1 is plain training")
         self.num_steps = 0
         self.num_workers = workers
+        self._clip_norm = clip_norm
         optimizer = with_num_workers(optimizer, 1)  # of one model, whoever computes its gradient
         template = make_template(
             model, loss, optimizer, workers, dtype, seed, memory_gb, gradients, one_model=True
@@ -83,6 +88,8 @@ class Centralized:
     def step(self, inputs: Any, targets: Any) -> Tensor:
         """Train for one step; arguments and result as in ``Simulation.step``."""
         losses = self._gradient(inputs, targets)
+        if self._clip_norm:
+            nn.utils.clip_grad_norm_(self._trained.values(), self._clip_norm)
         self.optimizer.step()
         self.num_steps += 1
         return losses

@@ -38,6 +38,7 @@ from gossamer.consensus import (
 from gossamer.nonfinite import ParameterWatch, check_limit
 from gossamer.normalization import rule_of
 from gossamer.optim import with_num_workers
+from gossamer.simulate.clipping import check_clip_norm, clip_each_
 from gossamer.simulate.gradients import Loss
 from gossamer.simulate.meter import StackedMeter
 from gossamer.simulate.mixing import check_round
@@ -75,6 +76,7 @@ class Simulation:
         gradients: ``"vmap"`` computes workers together, ``"loop"`` one after the other;
             ``"auto"`` takes what should be faster, by what the first step keeps in memory. They
             agree to rounding.
+        clip_norm: what ``torch.nn.utils.clip_grad_norm_`` gets on every rank; 0 clips nothing.
         norms_every: once in so many steps ``last_norms`` is measured, at the last of them that the
             schedule mixes; 0 for never.
         nonfinite_rounds: a worker whose parameters are not finite is left out of rounds, and after
@@ -97,6 +99,7 @@ class Simulation:
         seed: int = 0,
         memory_gb: float | None = None,
         gradients: str = "auto",
+        clip_norm: float = 0.0,
         norms_every: int = 0,
         nonfinite_rounds: int = 10,
     ) -> None:
@@ -109,6 +112,8 @@ class Simulation:
         )
         rule = rule_of(buffers)
         check_limit(nonfinite_rounds)
+        check_clip_norm(clip_norm)
+        self._clip_norm = clip_norm
         optimizer = with_num_workers(optimizer, workers)
 
         # - One worker
@@ -187,6 +192,8 @@ class Simulation:
             check_round(round, self.num_workers)
         sent = self._replicas.statistics_to_send()
         losses = self._gradient(inputs, targets)
+        if self._clip_norm:
+            clip_each_(self._parameters.values(), self._clip_norm)
         self._source.before_update(self.num_steps)
         self._mix_and_update(round, sent)
         self.num_steps += 1
