@@ -12,6 +12,7 @@ from rich.text import Text
 
 from gossamer.bench.analysis import Analysis
 from gossamer.bench.report import words
+from gossamer.bench.report.remarks import remarks
 
 
 def summary_table(analysis: Analysis) -> Group:
@@ -20,6 +21,7 @@ def summary_table(analysis: Analysis) -> Group:
     ``terminal.show(summary_table(analyse(store.stories())))`` prints it.
     """
     lines, findings = words.headlines(analysis), words.findings(analysis)
+    notes = remarks(analysis)
     parts: list[Table | Text] = []
     for (workload,), group in analysis.summary.group_by(["workload"], maintain_order=True):
         said = lines.get(str(workload), ["No run is done yet."])
@@ -28,6 +30,7 @@ def summary_table(analysis: Analysis) -> Group:
             for finding in findings
             if finding.workload == workload
         ]
+        said += notes.get(str(workload), [])
         verdicts = analysis.verdicts.filter(pl.col("workload") == workload)
         parts += [_table(str(workload), group, verdicts), Text("\n".join(said))]
     return Group(*parts)

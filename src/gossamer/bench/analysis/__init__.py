@@ -13,6 +13,7 @@ from gossamer.bench.analysis.comparison import (
     summary,
     verdicts,
 )
+from gossamer.bench.analysis.graphs import repeats
 from gossamer.bench.analysis.observations import (
     PHASES,
     fits,
@@ -57,6 +58,8 @@ class Analysis(NamedTuple):
     """By method and learning rate, where it was tuned."""
 
     tuning: pl.DataFrame
+    repeats: pl.DataFrame
+    """Methods that went through the same as another, bit by bit: they are no further witnesses."""
 
     @property
     def all_runs(self) -> pl.DataFrame:
@@ -78,9 +81,10 @@ def analyse(stories: Iterable[Story], clock: Clock | None = None) -> Analysis:
 def analyse_tables(measured: Tables) -> Analysis:
     """Return all that follows from what was measured."""
     runs = measured.runs
+    repeated = repeats(runs)
     of_phases = phase_dispersion(measured)
     of_runs = run_dispersion(of_phases)
-    results, gaps = summary(runs), differences(runs)
+    results, gaps = summary(runs), differences(runs, repeated)
     curves = sensitivity(measured.trials)
     return Analysis(
         *measured,
@@ -89,10 +93,11 @@ def analyse_tables(measured: Tables) -> Analysis:
         results,
         gaps,
         verdicts(runs, results, gaps),
-        observations(runs, of_runs),
+        observations(runs, of_runs, repeated),
         fits(runs, of_runs),
         graph_ranks(runs, of_phases),
         crossovers(measured),
         curves,
         tuning(curves, results),
+        repeated,
     )

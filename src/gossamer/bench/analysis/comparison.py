@@ -46,12 +46,16 @@ def summary(runs: pl.DataFrame) -> pl.DataFrame:
     return pl.DataFrame(rows, schema=_SUMMARY_SCHEMA).sort(SETTING, maintain_order=True)
 
 
-def differences(runs: pl.DataFrame) -> pl.DataFrame:
+def differences(runs: pl.DataFrame, repeated: pl.DataFrame) -> pl.DataFrame:
     """Return one row per pair of methods at one scale: how much better the first one is.
 
     ``better`` is the mean over shared seeds of the difference in final quality, where a lower
     metric may be the better one, with its interval: from the noise of all methods at this scale
     over the seeds that all have, or where these are fewer than two, from the pair's alone.
+
+    Args:
+        runs: of ``Tables``.
+        repeated: as ``graphs.repeats`` returns it; these say nothing more of the noise.
     """
     rows: list[dict[str, Any]] = []
     done = runs.filter(pl.col("quality").is_not_null())
@@ -59,7 +63,9 @@ def differences(runs: pl.DataFrame) -> pl.DataFrame:
         methods = group["method"].unique(maintain_order=True).to_list()
         of = {m: _by_seed(group.filter(pl.col("method") == m)) for m in methods}
         common = sorted(set[int].intersection(*map(set, of.values())))
-        known = noise([[of[m][seed] for seed in common] for m in methods]) if common else None
+        here = repeated.filter(pl.col("workload") == key[0], pl.col("workers") == key[1])
+        apart = [m for m in methods if m not in set(here["method"])]
+        known = noise([[of[m][seed] for seed in common] for m in apart]) if common else None
         for first in methods:
             for second in methods:
                 shared = sorted(of[first].keys() & of[second].keys())

@@ -5,7 +5,8 @@
 3. accuracy against dispersion       the same; for each measure, early, middle and late in training
 
 All are Spearman's rank correlations with final quality: the metric of the averaged model, negated
-where lower is better. So a negative one always means that more goes with worse.
+where lower is better. So a negative one always means that more goes with worse. Witnesses are
+graphs (against scale: scales), not runs; the measures and phases of 3 are tested together.
 
 Reference: Xie et al., Scaling up data parallelism (https://arxiv.org/abs/2509.12213).
 """
@@ -17,7 +18,9 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from gossamer.bench.analysis.statistics import fit, spearman
+from gossamer.bench.analysis.graphs import graph_means
+from gossamer.bench.analysis.permutation import associations
+from gossamer.bench.analysis.statistics import fit
 from gossamer.bench.analysis.tabulate import MEASURES, Tables
 
 PHASES = ("early", "middle", "late")
@@ -55,21 +58,33 @@ def run_dispersion(of_phases: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def observations(runs: pl.DataFrame, dispersion: pl.DataFrame) -> pl.DataFrame:
-    """Return the correlations, one row each.
+def observations(
+    runs: pl.DataFrame, dispersion: pl.DataFrame, repeated: pl.DataFrame
+) -> pl.DataFrame:
+    """Return the associations, one row each; ``workers`` is null over all scales.
+
+    Slopes are changes of quality where the number of workers, a worker's neighbourhood (itself and
+    those it hears per step), or dispersion doubles.
 
     Args:
         runs: of ``Tables``. Runs on processes that repeat simulated ones are not counted twice.
         dispersion: as ``run_dispersion`` returns it.
+        repeated: as ``graphs.repeats`` returns it.
     """
-    done = runs.filter(pl.col("quality").is_not_null(), ~pl.col("twin"))
-    mixing = done.filter(~pl.col("centralized"))
-    rows = _scale(done) + _by_scale(mixing, "connections", {"observation": "connections"})
-    joined = dispersion.join(mixing, on="run_id", maintain_order="left")
-    for (phase,), group in joined.group_by(["phase"], maintain_order=True):
-        for measure in MEASURES:
-            named = {"observation": "dispersion", "phase": phase, "measure": measure}
-            rows += _by_scale(group, measure, named)
+    measured = runs.with_columns(
+        doublings=pl.col("workers").log(2),
+        neighbourhood=(1 + pl.col("connections")).log(2),
+    ).join(_by_phase(dispersion), on="run_id", how="left", maintain_order="left")
+    mixing = measured.filter(~pl.col("centralized"))
+    rows = _scale(graph_means(measured, repeated, ["doublings"]))
+    connections = graph_means(mixing, repeated, ["neighbourhood"])
+    rows += _by_scale(connections, {"neighbourhood": {"observation": "connections"}})
+    together = {
+        f"{phase} {measure}": {"observation": "dispersion", "phase": phase, "measure": measure}
+        for phase in PHASES
+        for measure in MEASURES
+    }
+    rows += _by_scale(graph_means(mixing, repeated, list(together)), together)
     return pl.DataFrame(rows, schema=_OBSERVATION_SCHEMA)
 
 
@@ -107,32 +122,64 @@ def graph_ranks(runs: pl.DataFrame, of_phases: pl.DataFrame) -> pl.DataFrame:
     )
 
 
-def _scale(done: pl.DataFrame) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    for (workload, method), group in done.group_by(["workload", "method"], maintain_order=True):
-        found = spearman(group["workers"].to_numpy(), group["quality"].to_numpy())
-        named = {"observation": "scale", "workload": workload, "method": method}
-        rows.append(named | found._asdict())
-    for (workload,), group in done.group_by(["workload"], maintain_order=True):
-        mixing = group.filter(~pl.col("centralized"))
-        found = spearman(mixing["workers"], mixing["quality"], mixing["method"].to_list())
-        rows.append({"observation": "scale", "workload": workload} | found._asdict())
-    return rows
-
-
-def _by_scale(mixing: pl.DataFrame, column: str, named: dict[str, Any]) -> list[dict[str, Any]]:
-    """Correlate a column with quality at each scale, and over all with each scale by itself."""
-    rows: list[dict[str, Any]] = []
-    known = mixing.filter(pl.col(column).is_not_null())
-    for (workload,), of_workload in known.group_by(["workload"], maintain_order=True):
-        for (workers,), group in of_workload.group_by(["workers"], maintain_order=True):
-            found = spearman(group[column].to_numpy(), group["quality"].to_numpy())
-            rows.append(named | {"workload": workload, "workers": workers} | found._asdict())
-        found = spearman(
-            of_workload[column], of_workload["quality"], of_workload["workers"].to_list()
+def _by_phase(dispersion: pl.DataFrame) -> pl.DataFrame:
+    """Return one row per run: the logarithm of each measure in each phase."""
+    table = dispersion.select("run_id").unique(maintain_order=True)
+    for phase in PHASES:
+        own = dispersion.filter(pl.col("phase") == phase).select(
+            "run_id",
+            *[pl.col(m).clip(lower_bound=LEAST).log(2).alias(f"{phase} {m}") for m in MEASURES],
         )
-        rows.append(named | {"workload": workload} | found._asdict())
+        table = table.join(own, on="run_id", how="left", maintain_order="left")
+    return table
+
+
+def _scale(means: pl.DataFrame) -> list[dict[str, Any]]:
+    """Correlate quality with the number of workers: scales are exchanged, for all graphs alike."""
+    rows: list[dict[str, Any]] = []
+    columns = {"doublings": {"observation": "scale"}}
+    for (workload,), group in means.group_by(["workload"], maintain_order=True):
+        for (graph,), own in group.group_by(["graph"], maintain_order=True):
+            named = {"workload": workload, "method": graph}
+            rows += _tested(own, ["workers"], ["variant"], columns, named, "scales")
+        mixing = group.filter(~pl.col("centralized"))
+        strata, named = ["graph", "variant"], {"workload": workload}
+        rows += _tested(mixing, ["workers"], strata, columns, named, "scales")
     return rows
+
+
+def _by_scale(means: pl.DataFrame, columns: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Correlate quality with columns at each scale, and over all with each scale by itself."""
+    rows: list[dict[str, Any]] = []
+    for (workload,), group in means.group_by(["workload"], maintain_order=True):
+        for (workers,), own in group.group_by(["workers"], maintain_order=True):
+            named = {"workload": workload, "workers": workers}
+            rows += _tested(own, ["graph"], ["variant"], columns, named, "graphs")
+        strata, named = ["workers", "variant"], {"workload": workload}
+        rows += _tested(group, ["graph"], strata, columns, named, "graphs")
+    return rows
+
+
+def _tested(
+    means: pl.DataFrame,
+    units: list[str],
+    strata: list[str],
+    columns: dict[str, dict[str, Any]],
+    named: dict[str, Any],
+    noun: str,
+) -> list[dict[str, Any]]:
+    found = associations(
+        list(means.select(units).iter_rows()),
+        list(means.select(strata).iter_rows()),
+        means["quality"].to_numpy(),
+        means.select(list(columns)).to_numpy(),
+        noun,
+    )
+    runs = {"runs": means["runs"].sum()}
+    return [
+        named | own | runs | told._asdict()
+        for own, told in zip(columns.values(), found, strict=True)
+    ]
 
 
 _OBSERVATION_SCHEMA: dict[str, Any] = {
@@ -144,6 +191,13 @@ _OBSERVATION_SCHEMA: dict[str, Any] = {
     "measure": pl.String,
     "rho": pl.Float64,
     "p": pl.Float64,
+    "p_alone": pl.Float64,
+    "least_p": pl.Float64,
+    "slope": pl.Float64,
+    "slope_low": pl.Float64,
+    "slope_high": pl.Float64,
+    "detectable": pl.Float64,
+    "units": pl.Int64,
     "runs": pl.Int64,
     "note": pl.String,
 }

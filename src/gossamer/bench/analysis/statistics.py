@@ -1,33 +1,13 @@
-"""The statistics of a correlation study, for few runs: each says what it rests on."""
+"""Intervals, lines and crossings, for few runs: each says what it rests on."""
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from scipy import stats
-
-from gossamer.topology.arrays import FloatArray
-
-FEWEST = 5
-"""Runs for a correlation: of fewer, even a perfect one has a p-value above 0.05."""
-
-_EXACT_UP_TO = 8
-_RANDOM_UP_TO = 100
-_PERMUTATIONS = 9999
-
-
-class Correlation(NamedTuple):
-    """Spearman's rank correlation; None where it cannot be told, and why."""
-
-    rho: float | None
-    p: float | None
-    runs: int
-    note: str = ""
 
 
 class Interval(NamedTuple):
@@ -54,37 +34,6 @@ class Fit(NamedTuple):
     intercept: float
     r2: float
     runs: int
-
-
-def spearman(
-    x: npt.ArrayLike, y: npt.ArrayLike, strata: Sequence[object] | None = None
-) -> Correlation:
-    """Return the rank correlation of x and y.
-
-    Args:
-        x: one value per run.
-        y: one value per run.
-        strata: which runs may be compared, such as those of one scale. Ranks are taken, and
-            centred, within each stratum, so that differences between strata have no part.
-
-    The p-value is two-sided. One stratum: from all permutations where runs are few, else from a
-    t-distribution. Several: from random permutations within strata, or where runs are many from
-    the normal distribution with the variance of those permutations.
-
-    >>> spearman([1, 2, 3, 4, 5], [1, 4, 9, 16, 25]).rho
-    1.0
-    """
-    values_x, values_y = np.asarray(x, np.float64), np.asarray(y, np.float64)
-    groups = _positions(strata or [0] * len(values_x))
-    n = len(values_x)
-    if n < FEWEST:
-        return Correlation(None, None, n, f"too few runs: {n}, at least {FEWEST} are needed")
-    ranks_x, ranks_y = _ranks(values_x, groups), _ranks(values_y, groups)
-    scale = math.sqrt(float(ranks_x @ ranks_x) * float(ranks_y @ ranks_y))
-    if scale == 0:
-        return Correlation(None, None, n, "no variation among the runs that can be compared")
-    rho = float(np.clip(ranks_x @ ranks_y / scale, -1, 1))
-    return Correlation(rho, _p_value(rho, ranks_x, ranks_y, scale, groups), n)
 
 
 def noise(results: npt.ArrayLike) -> Noise | None:
@@ -167,47 +116,3 @@ def crossings(
     where = np.flatnonzero(np.sign(difference[:-1]) != np.sign(difference[1:]))
     share = difference[where] / (difference[where] - difference[where + 1])
     return (grid[where] + share * (grid[where + 1] - grid[where])).tolist()
-
-
-def _positions(strata: Sequence[object]) -> list[npt.NDArray[np.int64]]:
-    places: dict[object, list[int]] = {}
-    for place, stratum in enumerate(strata):
-        places.setdefault(stratum, []).append(place)
-    return [np.array(of_stratum) for of_stratum in places.values()]
-
-
-def _ranks(values: FloatArray, groups: list[npt.NDArray[np.int64]]) -> FloatArray:
-    ranks = np.empty(len(values))
-    for group in groups:
-        within = np.asarray(stats.rankdata(values[group]))
-        ranks[group] = within - within.mean()
-    return ranks
-
-
-def _p_value(
-    rho: float,
-    ranks_x: FloatArray,
-    ranks_y: FloatArray,
-    scale: float,
-    groups: list[npt.NDArray[np.int64]],
-) -> float:
-    n = len(ranks_x)
-    if len(groups) == 1 and n > _EXACT_UP_TO:
-        if abs(rho) == 1:
-            return 0.0
-        t = rho * math.sqrt((n - 2) / (1 - rho**2))
-        return float(2 * stats.t.sf(abs(t), n - 2))
-    if n > _RANDOM_UP_TO:
-        parts = [(ranks_x[group], ranks_y[group]) for group in groups if len(group) > 1]
-        variance = sum(float((x @ x) * (y @ y)) / (len(x) - 1) for x, y in parts)
-        return float(2 * stats.norm.sf(abs(rho) * scale / math.sqrt(variance)))
-    if len(groups) == 1:
-        orders = np.array(list(itertools.permutations(range(n))))
-        others = ranks_y[orders]
-    else:
-        generator = np.random.default_rng(0)
-        others = np.tile(ranks_y, (_PERMUTATIONS + 1, 1))  # the first stays as it is
-        for group in groups:
-            others[1:, group] = generator.permuted(others[1:, group], axis=1)
-    as_far = np.abs(others @ ranks_x / scale) >= abs(rho) - 1e-12
-    return float(as_far.mean())

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import polars as pl
 
 from gossamer import workloads
+from gossamer.bench.analysis.graphs import graph_names, trajectory, variants
 from gossamer.bench.store import Story
 from gossamer.bench.tuning import is_trial
 from gossamer.engine import CENTRALIZED
@@ -114,11 +115,17 @@ def join(rows: Sequence[RunRows], names: Mapping[str, str]) -> Tables:
         spec["method"] = method or shorten(spec["topology"])
     trials = [is_trial(spec) for spec in specs]
     _forget_rates(specs, trials)
-    own = zip(_labels(specs), _workload_labels(specs), _twins(specs), strict=True)
+    own: dict[str, Sequence[Any]] = {
+        "method": _labels(specs),
+        "workload": _workload_labels(specs),
+        "twin": _twins(specs),
+        "graph": graph_names(specs),
+        "variant": variants(specs),
+    }
     runs = [
         {key: value for key, value in of_run.run.items() if key != "spec"}
-        | {"method": label, "workload": workload, "twin": twin}
-        for of_run, (label, workload, twin) in zip(rows, own, strict=True)
+        | dict(zip(own, values, strict=True))
+        for of_run, *values in zip(rows, *own.values(), strict=True)
     ]
     compared = [not trial for trial in trials]
     kept = list(itertools.compress(rows, compared))
@@ -179,6 +186,7 @@ def _run(
         "steps": counted[-1].step if counted else 0,
         "planned_steps": spec["epochs"] * spec["steps_per_epoch"],
         "connections": _connections(spec, steps),
+        "trajectory": trajectory(story.records),
         "bytes_sent": counted[-1].bytes_sent if counted else 0.0,
         "train_s": counted[-1].train_s if counted else 0.0,
     }
@@ -255,6 +263,9 @@ _RUN_SCHEMA: dict[str, Any] = {
     "metric": pl.String,
     "higher_is_better": pl.Boolean,
     "twin": pl.Boolean,
+    "graph": pl.String,
+    "variant": pl.String,
+    "trajectory": pl.String,
     "status": pl.String,
     "reason": pl.String,
     "damage": pl.String,

@@ -16,6 +16,7 @@ from gossamer.bench.analysis.tabulate import LONGEST_PERIOD, schedule_of
 from gossamer.bench.report import words
 from gossamer.bench.report.figures import Figure, figures, method_styles
 from gossamer.bench.report.reading import Results
+from gossamer.bench.report.remarks import remarks
 from gossamer.errors import UserError
 from gossamer.picture import thumbnail
 from gossamer.topology import Schedule
@@ -58,7 +59,10 @@ def content(results: Results) -> dict[str, Any]:
             headlines=words.headlines(analysis),
             findings=words.findings(analysis),
             ranks=_mean_ranks(analysis),
+            remarks=remarks(analysis),
             correlations=_correlations(analysis),
+            effects=_effects(analysis),
+            slopes=words.slopes,
             graphs=_graphs(results),
             trial_facts=_trial_facts(results),
             most=_MOST_ROWS,
@@ -114,6 +118,13 @@ def _correlations(analysis: Analysis) -> list[dict[str, Any]]:
         kept = rows.setdefault(key, {**row, "cells": {}})
         kept["cells"][row["measure"]] = row
     return list(rows.values())
+
+
+def _effects(analysis: Analysis) -> list[dict[str, Any]]:
+    """Return what is known of each association but those of dispersion at one scale."""
+    alone = pl.col("observation") != "dispersion"
+    chosen = analysis.observations.filter(alone | pl.col("workers").is_null())
+    return [row for row in chosen.iter_rows(named=True) if row["rho"] is not None]
 
 
 def _mean_ranks(analysis: Analysis) -> list[dict[str, Any]]:
