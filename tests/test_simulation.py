@@ -106,6 +106,29 @@ class Attention(nn.Module):
         return x + (y.squeeze(1) if self.dims == 4 else y)
 
 
+class Heads(nn.Module):
+    """A module's self-attention, with what its forward pass may be given."""
+
+    def __init__(self, given: str = "nothing", **options: Any) -> None:
+        super().__init__()
+        self.inner = nn.MultiheadAttention(4, 2, **{"batch_first": True} | options)
+        self.given = given
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Attend once."""
+        allowed = torch.ones(tasks.TIME, tasks.TIME, dtype=torch.bool).tril()
+        options: dict[str, Any] = {
+            "nothing": {},
+            "causal": {"attn_mask": ~allowed, "is_causal": True},
+            "mask": {"attn_mask": ~allowed},
+            "padding": {"key_padding_mask": x[..., 0] > x[..., 0].amin(1, keepdim=True)},
+            "weights": {"need_weights": True},
+            "others": {},
+        }[self.given]
+        others = x.flip(1) if self.given == "others" else x
+        return x + self.inner(x, others, others, **{"need_weights": False} | options)[0]
+
+
 class Dropouts(nn.Module):
     """Dropout in place, with everything dropped, with nothing dropped; arguments by their names."""
 
@@ -134,6 +157,18 @@ ALL_ATTENTION: dict[str, Callable[[], nn.Module]] = {
     "scale, dropout": lambda: Attention(4, scale=2.0, dropout_p=0.3, is_causal=True),
     "everything dropped": lambda: Attention(4, dropout_p=1.0),
     "dropout in other ways": Dropouts,
+    "heads": Heads,
+    "heads, causal": lambda: Heads("causal"),
+    "heads, mask": lambda: Heads("mask"),
+    "heads, padding": lambda: Heads("padding"),
+    "heads, weights": lambda: Heads("weights"),
+    "heads, others": lambda: Heads("others"),
+    "heads, batch second": lambda: Heads(batch_first=False),
+    "heads, no biases": lambda: Heads(bias=False),
+    "heads, dropout": lambda: Heads(dropout=0.3),
+    "heads, own biases": lambda: Heads(add_bias_kv=True),
+    "heads, zeros": lambda: Heads(add_zero_attn=True),
+    "heads, three weights": lambda: Heads("others", kdim=4, vdim=4),
 }
 
 
@@ -373,6 +408,9 @@ ALL_CROSS_ENTROPIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "smooth, some ignored": nn.CrossEntropyLoss(ignore_index=2, label_smoothing=0.2),
     "several targets of a sample": lambda y, target: nn.functional.cross_entropy(
         torch.stack([y, 2 * y], 2), torch.stack([target, target.flip(0)], 1), ignore_index=2
+    ),
+    "more classes": lambda y, target: nn.functional.cross_entropy(
+        torch.cat([y, 2 * y, -y], 1), target
     ),
     "one sample, no batch": lambda y, target: nn.functional.cross_entropy(y[0], target[0]),
     "sum": nn.CrossEntropyLoss(reduction="sum"),
