@@ -319,3 +319,44 @@ def test_sketches_tell_who_is_far_outside(caplog: pytest.LogCaptureFixture) -> N
     sim.sketches()
     (said,) = caplog.messages
     assert said.startswith("the parameters of worker 2 are")
+
+
+# - Averages
+
+
+def test_an_average_that_is_not_finite_is_not_given_away(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What would be saved is refused on every rank, with the rank; an evaluation is warned."""
+
+    def body(group: ProcessGroup) -> list[str]:
+        model = make_model()
+        optimizer = optimizer_of(model.parameters())
+        gossip = decentralize(model, optimizer, "ring", process_group=group)
+        train(model, optimizer, group.rank(), SINCE + 2)
+        said: list[str] = []
+        for call in (gossip.averaged_state_dict, gossip.finalize):
+            with pytest.raises(NonFiniteError) as raised:
+                call()
+            said.append(str(raised.value))
+        caplog.clear()
+        gossip.gather(0)
+        with gossip.averaged():
+            assert not vector_of(model).isfinite().all()
+        gossip.close()
+        assert vector_of(model).isfinite().all() == (group.rank() != SPOILED)
+        return said
+
+    for saved, final in run_ranks(4, body):
+        assert saved.startswith("averaged_state_dict() must average parameters that are finite")
+        assert final.startswith("finalize() must")
+        assert "those of rank 2, which" in final
+    assert caplog.messages == 4 * [
+        "averaged() averages parameters that are not finite, those of rank 2"
+    ]
+
+
+def test_empty_parameters_are_finite() -> None:
+    """A tensor without numbers has none that is not finite, in either engine."""
+    assert measured_norms([torch.empty(3, 0, 4), torch.ones(3, 1)]).tolist() == [1, 1, 1]
+    assert marked(mark_like(torch.empty(0), 1), [1]) == []

@@ -136,6 +136,12 @@ def learn_nan(model: nn.Module, optimizer: Optimizer, gossip: Gossip) -> None:
         train(model, optimizer)
 
 
+def finalize_nan(model: nn.Module, optimizer: Optimizer, gossip: Gossip) -> None:
+    optimizer.param_groups[0]["lr"] = float("nan")
+    train(model, optimizer)
+    gossip.finalize()
+
+
 def step_in_average(model: nn.Module, optimizer: Optimizer, gossip: Gossip) -> None:
     with gossip.averaged():
         optimizer.step()
@@ -301,6 +307,7 @@ PROVOKE: dict[str, Callable[[], object]] = {
     "parameters must stay": in_loop(replace_parameter),
     "parameters must be trainable": in_loop(add_parameter),
     "parameters must be finite": in_loop(learn_nan),
+    "finalize() must average": in_loop(finalize_nan),
     "a GradScaler must": in_loop(scale_with_torch),
     "optimizer.step() must": in_loop(step_in_average),
     "inside join()": in_loop(average_in_join),

@@ -47,7 +47,7 @@ def measured_norms(tensors: Iterable[Tensor]) -> FloatArray:
     Args:
         tensors: stacked, [W, ...]; a row per worker.
     """
-    flat = [tensor.reshape(len(tensor), -1) for tensor in tensors]
+    flat = [tensor.reshape(len(tensor), tensor[0].numel()) for tensor in tensors]
     # One pass that keeps nothing: a finite norm is of finite numbers. One that is not may have
     # overflowed, and only then is every number looked at.
     norms_TW = torch.stack([_norms(x_WN).double() for x_WN in flat])

@@ -128,7 +128,7 @@ class Gossip:
 
         A collective call. Needs one more copy of the parameters while it lasts.
         """
-        with self._averaged("averaged()"):
+        with self._averaged("averaged()", refuses=False):
             yield
 
     def averaged_state_dict(self) -> dict[str, Any]:
@@ -137,13 +137,14 @@ class Gossip:
         Every tensor has storage of its own, so that any format can save it; the same values on all
         ranks, except buffers that are each worker's own. ``model.load_state_dict`` takes it.
         """
-        with self._averaged("averaged_state_dict()"):
+        with self._averaged("averaged_state_dict()", refuses=True):
             return self._worker.model_state.copy()
 
     @contextlib.contextmanager
-    def _averaged(self, call: str) -> Generator[None]:
+    def _averaged(self, call: str, *, refuses: bool) -> Generator[None]:
         with self._restored(call), self._worker.model_state.silent():
             with self._worker.collective(call):
+                self._worker.check_finite(call, refuses=refuses)
                 for tensor, mean in self._worker.averages():
                     tensor.copy_(mean)
             yield
@@ -259,6 +260,7 @@ class Gossip:
         """End gossip and leave the exact average in every rank's model. A collective call."""
         self._refuse_where_undone("finalize()")
         with self._worker.collective("finalize()"):
+            self._worker.check_finite("finalize()", refuses=True)
             averages = [*self._worker.averages()]  # all before any: a failure changes nothing
             for tensor, mean in averages:
                 tensor.copy_(mean)

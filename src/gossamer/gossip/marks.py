@@ -16,7 +16,8 @@ from torch import Tensor
 def mark_like(bucket: Tensor, rank: int) -> Tensor:
     """Return what a rank sends in place of a bucket."""
     mark = torch.zeros_like(bucket)
-    mark[rank % len(mark)] = math.nan
+    if len(mark):
+        mark[rank % len(mark)] = math.nan
     return mark
 
 
@@ -25,6 +26,8 @@ def marked(received: Tensor, ranks: Sequence[int]) -> list[int]:
 
     Where a bucket is shorter than there are ranks, some share a place, and all of them are named.
     """
+    if not len(received):
+        return []
     places = torch.tensor([rank % len(received) for rank in ranks], device=received.device)
     sound = torch.isfinite(received[places]).tolist()
     return [rank for rank, is_sound in zip(ranks, sound, strict=True) if not is_sound]

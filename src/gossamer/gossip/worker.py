@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Generator
 from typing import final
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.profiler import record_function
@@ -20,9 +21,10 @@ from gossamer.gossip.failures import ExchangeError
 from gossamer.gossip.mixer import Mixer, MixerState
 from gossamer.gossip.model_state import ModelState
 from gossamer.gossip.network import Network
-from gossamer.gossip.notices import describe
+from gossamer.gossip.notices import describe, name_ranks
 from gossamer.gossip.replica import Replica
 from gossamer.gossip.step import Step
+from gossamer.nonfinite import NonFiniteError, measured_norms
 
 _log = logging.getLogger(__name__)
 
@@ -115,6 +117,29 @@ class Worker:
     def averages(self) -> Generator[tuple[Tensor, Tensor]]:
         """Yield each tensor that is averaged with its mean over all workers, in a collective."""
         return self.replica.averages(self.network.collectives.average)
+
+    def check_finite(self, call: str, *, refuses: bool) -> None:
+        """Say whose parameters are not finite, in a collective before an average of them.
+
+        Args:
+            call: what asks for it.
+            refuses: whether that is an error, on all ranks.
+        """
+        norms = measured_norms([bucket.unsqueeze(0) for bucket in self.replica.buckets])
+        own = int(np.isnan(norms).any())
+        flags = self.network.collectives.begin_gather(own, f"the look at parameters in {call}")()
+        ranks = [rank for rank, flag in enumerate(flags) if flag]
+        if ranks and refuses:
+            raise NonFiniteError(
+                f"{call} must average parameters that are finite, got those of "
+                f"{name_ranks(ranks)}, which are not; go on from a checkpoint before that, or "
+                "close() and keep a replica",
+                ranks,
+            )
+        if ranks:
+            _log.warning(
+                "%s averages parameters that are not finite, those of %s", call, name_ranks(ranks)
+            )
 
     # - The end
 
