@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+import threading
 from pathlib import Path
 from typing import Any
 from unittest import mock
+from urllib.parse import urlsplit
 
 import pytest
 from typer.testing import CliRunner
@@ -14,6 +17,10 @@ from typer.testing import CliRunner
 from gossamer import topology
 from gossamer.bench import expand, load
 from gossamer.bench.experiment import parse
+from gossamer.bench.planned import read_planned
+from gossamer.bench.report import watch
+from gossamer.bench.report.reading import Reader
+from gossamer.bench.store import Store
 from gossamer.cli import app
 from gossamer.engine import RunSpec
 from gossamer.errors import UserError, quoted
@@ -24,6 +31,7 @@ from gossamer.runtime_model.presets import from_data_sheet
 from gossamer.runtime_model.profile import Profile, read_profile, write_profile
 from gossamer.topology import spectrum
 from gossamer.topology.spectrum import rounds_to_consensus
+from tests.stories import spec_of, story_of, write
 
 EXPERIMENT = 'name = "x"\nworkload = "quadratic"\nmethods = ["D_ring"]\nworkers = 4\n'
 
@@ -204,6 +212,102 @@ def test_files_have_limits(tmp_path: Path) -> None:
         read_profile(path)
     with pytest.raises(UserError, match="larger than the 1,048,576 bytes"):
         load(path)
+
+
+# - Records
+
+
+def report_with(tmp_path: Path, line: str, number: int = 1) -> dict[str, int]:
+    """Return the counts of a report on two runs, one of which has another line."""
+    good, other = (story_of(spec_of("D_ring", seed=seed), 0.5) for seed in (0, 1))
+    write(tmp_path / "x", [good, other])
+    path = tmp_path / "x" / "runs" / f"{other.run_id}.jsonl"
+    lines = path.read_text().splitlines()
+    lines[number] = line
+    path.write_text("\n".join(lines) + "\n")
+    return Reader(tmp_path / "x").read().counts
+
+
+def test_one_record_does_not_break_the_report(tmp_path: Path) -> None:
+    """A step of 2⁶³ is damage of its run; the others are reported."""
+    step = story_of(spec_of("D_ring"), 0.5).records[1].model_dump(mode="json")
+    line = json.dumps(step | {"step": 2**63})
+    assert report_with(tmp_path, line) == {"done": 1, "damaged": 1}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"seed": 2**63},
+        {"workers": 2**63},
+        {"epochs": 10**30},
+        {"topology": 7},
+        {"lr": "fast"},
+        {"workers": "8"},
+    ],
+)
+def test_one_specification_does_not_break_the_report(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    """Nor does a field of a first record that no table can hold."""
+    started = story_of(spec_of("D_ring", seed=1), 0.5).records[0].model_dump(mode="json")
+    line = json.dumps(started | {"spec": started["spec"] | fields})
+    assert report_with(tmp_path, line, 0) == {"done": 1, "damaged": 1}
+
+
+def test_a_specification_that_says_too_little_is_damage(tmp_path: Path) -> None:
+    """A first record without its fields is as none."""
+    started = story_of(spec_of("D_ring", seed=1), 0.5).records[0].model_dump(mode="json")
+    line = json.dumps(started | {"spec": {"method": "x"}})
+    assert report_with(tmp_path, line, 0) == {"done": 1, "damaged": 1}
+
+
+def test_pipes_and_other_bytes_among_records_are_not_read(tmp_path: Path) -> None:
+    """A report neither waits for them nor ends in a traceback."""
+    write(tmp_path / "x", [story_of(spec_of("D_ring"), 0.5)], "name = 1")
+    for name in ("a.jsonl", "b.1.part"):
+        os.mkfifo(tmp_path / "x" / "runs" / name)
+    (tmp_path / "x" / "runs" / "c.jsonl").mkdir()
+    store = Store(tmp_path / "x")
+    assert len(store.run_ids()) == 1
+    for look in (store.ended, store.read):
+        with pytest.raises(UserError, match="not a regular file"):
+            look("a")
+    assert store.started("a") is None
+    store.experiment_path.write_bytes(b"\xff\xfe")
+    assert Reader(tmp_path / "x").read().counts == {"done": 1}
+    store.experiment_path.unlink()
+    os.mkfifo(store.experiment_path)
+    assert Reader(tmp_path / "x").read().counts == {"done": 1}
+
+
+def test_a_plan_of_runs_that_names_nothing_is_refused(tmp_path: Path) -> None:
+    """planned.json is data that anybody may have edited."""
+    store = write(tmp_path / "x", [], 'name = "x"\nworkload = "quadratic"\nmethods = "D_ring"\n')
+    run: dict[str, Any] = {"id": "a", "workers": 2, "method": "", "engine": "", "seed": 0}
+    (tmp_path / "x" / "planned.json").write_text(
+        json.dumps({"runs": [run | {"num_steps": 1, "parts": {}}]})
+    )
+    with pytest.raises(UserError, match=r"must have a planned\.json that gossamer bench run"):
+        read_planned(store, parse(EXPERIMENT, "x.toml"))
+
+
+def test_a_connection_that_says_nothing_is_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`bench watch` gives up on it, where its thread waited for ever."""
+    assert watch._Handler.timeout == 10
+    monkeypatch.setattr(watch._Handler, "timeout", 0.2)
+    write(tmp_path / "x", [story_of(spec_of("D_ring"), 0.5)])
+    server = watch.Watch(tmp_path / "x")
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    place = urlsplit(server.url)
+    with socket.create_connection((place.hostname, place.port), timeout=20) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\n")  # and never the rest
+        assert connection.recv(100) == b""
+    server.close()
+    thread.join()
 
 
 # - Experiments

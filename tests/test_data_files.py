@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
+import itertools
 import os
 import re
 import struct
@@ -406,6 +407,27 @@ def test_the_command_names_what_is_there(
     data_command("shakespeare-gpt")
     data_command("shakespeare", tmp_path)
     assert capsys.readouterr().out == f"{tmp_path / 'a.txt'}\n" * 2
+
+
+def test_downloads_are_by_https_and_sha256() -> None:
+    """Neither a transfer nor a checksum is one that somebody in between could forge."""
+    for source in itertools.chain(*DATA_SETS.values()):
+        assert source.url.startswith("https://")
+        named = [*source.files.values(), *([source.checksum] if source.checksum else [])]
+        assert all(re.fullmatch("sha256:[0-9a-f]{64}", checksum) for checksum in named)
+
+
+def test_https_is_not_left_for_http(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A redirection to http is refused, and nothing is kept of it."""
+    requests = pytest.importorskip("requests")
+    pytest.importorskip("pooch")
+    answer = requests.Response()
+    answer.status_code, answer.url, answer.raw = 200, "http://other/a", io.BytesIO(b"hello")
+    monkeypatch.setattr(requests, "get", lambda *args, **options: answer)
+    source = Source(url="https://site/a.txt", files={"a.txt": sha256(b"hello")})
+    with pytest.raises(UserError, match="http://other/a, which is not https"):
+        download("x", tmp_path, (source,))
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
 def test_data_sets_go_by_their_own_name_and_by_those_of_workloads() -> None:

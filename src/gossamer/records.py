@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from gossamer.errors import UserError
 
@@ -19,6 +19,39 @@ Status: TypeAlias = Literal["done", "diverged", "timeout", "error"]
 
 RESULTS: frozenset[Status] = frozenset({"done", "diverged"})
 """What a run is not tried again after."""
+
+
+Whole: TypeAlias = Annotated[int, Field(ge=0, lt=2**63)]
+"""What fits in a column of a table."""
+
+_Limited: TypeAlias = Annotated[int, Field(ge=0, le=10**9)]
+
+
+class _KnownFields(BaseModel):
+    """The fields of a specification that readers use, where it has them."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    workload: str = ""
+    topology: str = ""
+    control: str = ""
+    method: str = ""
+    engine: str = ""
+    order: str = ""
+    workers: _Limited = 0
+    gossip_steps: _Limited = 0
+    epochs: _Limited = 0
+    steps_per_epoch: _Limited = 0
+    max_steps: Whole | None = None
+    seed: Whole = 0
+    lr: float | None = None
+    validation_share: float = 0.0
+
+
+def _with_known_types(spec: dict[str, Any]) -> dict[str, Any]:
+    """Return a specification that tables can hold; one number that is too large breaks them all."""
+    _KnownFields.model_validate(spec)
+    return spec
 
 
 class _Record(BaseModel):
@@ -36,7 +69,7 @@ class WorkloadFacts(BaseModel):
     target: float | None = None
     """The metric that counts as reached."""
 
-    evaluate_samples: int = 0
+    evaluate_samples: Whole = 0
     """Of its recipe."""
 
 
@@ -46,17 +79,17 @@ class Started(_Record):
     kind: Literal["started"] = "started"
     schema_version: int = Field(default=SCHEMA, le=SCHEMA)
     run_id: str
-    spec: dict[str, Any]
+    spec: Annotated[dict[str, Any], AfterValidator(_with_known_types)]
     """The specification, with every default filled in."""
 
     environment: dict[str, str]
-    norms_every: int = 0
+    norms_every: Whole = 0
     """Steps between two norms that are kept beside the records; 0 where none are."""
 
     workload_facts: WorkloadFacts | None = None
     """None in old records."""
 
-    parameter_bytes: int = 0
+    parameter_bytes: Whole = 0
     """Of the parameters that one worker trains; 0 in old records."""
 
 
@@ -73,10 +106,10 @@ class Step(_Record):
     """One training step, measured after it."""
 
     kind: Literal["step"] = "step"
-    step: int
+    step: Whole
     """Steps taken so far."""
 
-    epoch: int
+    epoch: Whole
     lr: float
     loss: float
     """Mean over workers, each of its batch at its own parameters, before the update."""
@@ -92,13 +125,13 @@ class Step(_Record):
     """Of each parameter tensor; empty where workers hold one model, and where none were mixed
     since the record before."""
 
-    dispersion_step: int | None = None
+    dispersion_step: Whole | None = None
     """The step that it is of: the last one that was mixed. None in old records: ``step``."""
 
-    rounds: int
+    rounds: Whole
     """How often this step mixed, or the next one does where exchanges overlap with gradients."""
 
-    degree: int
+    degree: Whole
     """The most neighbours that any worker has in these rounds."""
 
     target: float | None
@@ -118,10 +151,10 @@ class Norms(_Record):
     """
 
     kind: Literal["norms"] = "norms"
-    step: int
+    step: Whole
     """Steps taken so far."""
 
-    every: int
+    every: Whole
     """Steps between two of them."""
 
     tensors: list[str]
@@ -133,8 +166,8 @@ class Evaluation(_Record):
     """The metric on the test data, or on the validation samples of a run that has any."""
 
     kind: Literal["evaluation"] = "evaluation"
-    step: int
-    epoch: int
+    step: Whole
+    epoch: Whole
     average: float
     """Of the model with the average parameters."""
 
@@ -143,7 +176,7 @@ class Evaluation(_Record):
 
     bytes_sent: float
     train_s: float
-    samples: int | None = None
+    samples: Whole | None = None
     """How many of these samples it is on; None for all of them, as it is at the end."""
 
 
@@ -155,7 +188,7 @@ class Ended(_Record):
     reason: str = ""
     """Why, where it is not done."""
 
-    steps: int = 0
+    steps: Whole = 0
     train_s: float = 0.0
     """Time in training steps, without evaluation and records."""
 
@@ -177,7 +210,7 @@ def from_line(line: str) -> Record:
     try:
         return _ADAPTER.validate_json(line)
     except ValidationError as error:
-        version = re.search(r'"schema_version": ?(\d+)', line)
+        version = re.search(r'"schema_version": ?([0-9]{1,18})', line)
         if version and int(version[1]) > SCHEMA:
             raise UserError(
                 f"records must be of schema {SCHEMA} or older, got {version[1]}; read them with "

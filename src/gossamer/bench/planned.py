@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from gossamer.bench.experiment import Experiment
 from gossamer.bench.matrix import Matrix, Skipped, expand
@@ -47,6 +47,13 @@ class PlannedRun(BaseModel):
     validation_share: float = 0.0
     parts: dict[str, str]
     """The fields that name a part."""
+
+    @field_validator("parts")
+    @classmethod
+    def _check_parts(cls, parts: dict[str, str]) -> dict[str, str]:
+        if missing := {"workload", "topology"} - parts.keys():
+            raise ValueError(f"no {' and no '.join(sorted(missing))}")
+        return parts
 
     @property
     def workload(self) -> str:

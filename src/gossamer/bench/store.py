@@ -20,13 +20,14 @@ import contextlib
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Callable, Collection, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, final
 
 from gossamer.bench.norms import NormsPart, read_norms
 from gossamer.errors import UserError
-from gossamer.files import sync_folder
+from gossamer.files import open_regular, read_bounded, sync_folder
 from gossamer.records import Ended, Norms, Record, Started, from_line, to_line
 
 if TYPE_CHECKING:
@@ -35,6 +36,11 @@ if TYPE_CHECKING:
 _TAIL = 8192
 """Bytes at the end of a file in which its last line lies, or it is read whole."""
 
+
+_MOST_BYTES = 2**31
+"""Of a file that is read."""
+
+_LONGEST_LINE = 2**24
 
 Stamps: TypeAlias = tuple[tuple[str, int, int], ...]
 """Of one run's files: name, time of the last change, size."""
@@ -120,10 +126,10 @@ class Store:
 
     def planned(self) -> str | None:
         """Return which runs the experiment has, as it was given; None where it was not."""
-        try:
-            return self._planned.read_text(errors="replace")
-        except FileNotFoundError:
+        if not self._planned.exists():
             return None
+        with _explained(self._planned):
+            return read_bounded(self._planned, _MOST_BYTES).decode(errors="replace")
 
     def run_ids(self) -> list[str]:
         """Return the runs that have a file, whole or in part."""
@@ -136,6 +142,8 @@ class Store:
             try:
                 status = path.stat()
             except FileNotFoundError:  # renamed meanwhile
+                continue
+            if not stat.S_ISREG(status.st_mode):  # a pipe or a folder holds no records
                 continue
             stamp = (path.name, status.st_mtime_ns, status.st_size)
             found.setdefault(path.name.split(".")[0], []).append(stamp)
@@ -166,11 +174,13 @@ class Store:
     def ended(self, run_id: str) -> Ended | None:
         """Return how a run ended, from the last line of its file alone; None where it did not."""
         try:
-            with self._path(run_id).open("rb") as file:
+            with _explained(self._path(run_id)), open_regular(self._path(run_id)) as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
                 tail = file.read()
-        except FileNotFoundError:
-            return None
+        except StoreError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return None
+            raise
         last = tail.rstrip(b"\n").rpartition(b"\n")[2]
         try:
             record = from_line(last.decode())
@@ -181,9 +191,9 @@ class Store:
     def started(self, run_id: str) -> Started | None:
         """Return how a run began that has ended, from the first line of its file alone."""
         try:
-            with self._path(run_id).open() as file:
-                record = from_line(file.readline())
-        except (FileNotFoundError, UnicodeDecodeError, UserError):
+            with open_regular(self._path(run_id)) as file:
+                record = from_line(file.readline(_LONGEST_LINE).decode())
+        except (OSError, UnicodeDecodeError, UserError):
             return None
         return record if isinstance(record, Started) else None
 
@@ -193,7 +203,7 @@ class Store:
         if not path.exists():
             path = max(self._runs.glob(f"{run_id}.*.part"), key=_modified, default=path)
         with _explained(path):
-            lines = path.read_bytes().split(b"\n")
+            lines = read_bounded(path, _MOST_BYTES).split(b"\n")
         records: list[Record] = []
         for number, line in enumerate(lines, start=1):
             if number == len(lines):  # what follows the last newline is not yet a line
@@ -216,7 +226,7 @@ class Store:
         has none. Of which steps they are, and why, says ``norms_every`` of its first record.
         """
         path = self.norms_path(run_id)
-        if not path.exists() or self.ended(run_id) is None:
+        if not path.is_file() or self.ended(run_id) is None:
             return None
         with _explained(path):
             return read_norms(path)
@@ -281,7 +291,7 @@ class Store:
         with _explained(self._failures):
             self._failures.mkdir(exist_ok=True)
             before = [path.name.split(".")[1] for path in self._failures.glob(f"{run_id}.*.jsonl")]
-            number = 1 + max(map(int, before), default=0)
+            number = 1 + max((int(each) for each in before if each.isdecimal()), default=0)
             if self.norms_path(run_id).exists():
                 self.norms_path(run_id).rename(self._failures / f"{run_id}.{number}.parquet")
             self._path(run_id).rename(self._failures / f"{run_id}.{number}.jsonl")

@@ -35,5 +35,5 @@ class Trials:
 
     def _metric(self, run_id: str) -> float | None:
         records = self._store.read(run_id).records
-        *_, last = [record.average for record in records if isinstance(record, Evaluation)]
+        *_, last = [math.nan, *(r.average for r in records if isinstance(r, Evaluation))]
         return last if math.isfinite(last) else None

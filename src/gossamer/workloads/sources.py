@@ -41,16 +41,17 @@ class Source:
 
     url: str
     files: dict[str, str]
-    """Checksums (``md5:...`` or ``sha256:...``) by path in the data folder; of an archive, paths
+    """Checksums (``sha256:...``) by path in the data folder; of an archive, paths
     end as those of its members."""
 
     checksum: str | None = None
     """Of the published file, where it is an archive and its authors name one."""
 
 
-def _fashion(name: str, md5: str) -> Source:
-    site = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com"
-    return Source(url=f"{site}/{name}", files={f"fashion-mnist/{name}": f"md5:{md5}"})
+def _fashion(name: str, sha256: str) -> Source:
+    # The authors' repository: the site that they name besides has no https.
+    site = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion"
+    return Source(url=f"{site}/{name}", files={f"fashion-mnist/{name}": f"sha256:{sha256}"})
 
 
 def _multi30k(name: str, sha256: str) -> Source:
@@ -58,33 +59,51 @@ def _multi30k(name: str, sha256: str) -> Source:
     return Source(url=f"{site}/{name}.gz", files={f"multi30k/{name}": f"sha256:{sha256}"})
 
 
-# Checksums that authors publish: CIFAR-10, Fashion-MNIST and (torchtext's) the archive of
-# WikiText-2. The others are of files whose published counts of lines and tokens were checked.
+# Of files whose MD5 is the one that their authors publish (CIFAR-10, Fashion-MNIST), or whose
+# published counts of lines and tokens were checked.
 DATA_SETS: dict[str, tuple[Source, ...]] = {
     "fashion-mnist": (
-        _fashion("train-images-idx3-ubyte.gz", "8d4fb7e6c68d591d4c3dfef9ec88bf0d"),
-        _fashion("train-labels-idx1-ubyte.gz", "25c81989df183df01b3e8a0aad5dffbe"),
-        _fashion("t10k-images-idx3-ubyte.gz", "bef4ecab320f06d8554ea6380940ec79"),
-        _fashion("t10k-labels-idx1-ubyte.gz", "bb300cfdad3c16e7a12a480ee83cd310"),
+        _fashion(
+            "train-images-idx3-ubyte.gz",
+            "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84",
+        ),
+        _fashion(
+            "train-labels-idx1-ubyte.gz",
+            "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845",
+        ),
+        _fashion(
+            "t10k-images-idx3-ubyte.gz",
+            "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073",
+        ),
+        _fashion(
+            "t10k-labels-idx1-ubyte.gz",
+            "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5",
+        ),
     ),
     "cifar10": (
         Source(
             url="https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
-            checksum="md5:c32a1d4ab5d03f1284b67883e8d87530",
+            checksum="sha256:c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd",
             files={
-                "cifar-10-batches-bin/data_batch_1.bin": "md5:5dd7e06a14cb22eb9f671a540d1b7c25",
-                "cifar-10-batches-bin/data_batch_2.bin": "md5:5ea93a67294ea407fff1d09f752e9692",
-                "cifar-10-batches-bin/data_batch_3.bin": "md5:942cd6a4bcdd0dd3c604fbe906cb4421",
-                "cifar-10-batches-bin/data_batch_4.bin": "md5:ae636b3ba5c66a11e91e8cb52e771fcb",
-                "cifar-10-batches-bin/data_batch_5.bin": "md5:53f37980c15c3d472c316c40844f3f0d",
-                "cifar-10-batches-bin/test_batch.bin": "md5:803d5f7f4d78ea53de84dbe85f74fb6d",
+                "cifar-10-batches-bin/data_batch_1.bin": "sha256:"
+                "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
+                "cifar-10-batches-bin/data_batch_2.bin": "sha256:"
+                "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed",
+                "cifar-10-batches-bin/data_batch_3.bin": "sha256:"
+                "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67",
+                "cifar-10-batches-bin/data_batch_4.bin": "sha256:"
+                "014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48",
+                "cifar-10-batches-bin/data_batch_5.bin": "sha256:"
+                "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add",
+                "cifar-10-batches-bin/test_batch.bin": "sha256:"
+                "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
             },
         ),
     ),
     "wikitext2": (
         Source(
             url="https://wikitext.smerity.com/wikitext-2-v1.zip",
-            checksum="md5:542ccefacc6c27f945fb54453812b3cd",
+            checksum="sha256:92675f1d63015c1c8b51f1656a52d5bdbc33aafa60cc47a218a66e7ee817488c",
             files={
                 "wikitext-2/wiki.train.tokens": "sha256:"
                 "9e9fa1ad55b1c2c95b08e37dd8e653f638fac2c6de904b79e813611eefbc985f",
@@ -197,6 +216,8 @@ def _continue(
             part.unlink()
             return _continue(url, output_file, _pooch, progress=progress)
         response.raise_for_status()
+        if url.startswith("https:") and not response.url.startswith("https:"):
+            raise OSError(f"a redirection to {response.url}, which is not https")
         continued = response.status_code == requests.codes.partial_content
         rest = int(response.headers.get("Content-Length", 0))
         with part.open("ab" if continued else "wb") as file:

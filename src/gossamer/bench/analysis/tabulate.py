@@ -36,6 +36,9 @@ _NOT_A_VARIANT = {"workload", "workers", "method", "topology", "engine", "seed"}
 follow the number of workers, as Ada's does."""
 
 
+_NEEDED = _NOT_A_VARIANT | {"order", "control", "lr", "gossip_steps", "epochs", "steps_per_epoch"}
+
+
 class Tables(NamedTuple):
     """What an experiment measured."""
 
@@ -67,7 +70,7 @@ def tabulate(stories: Iterable[Story]) -> Tables:
 
 
 def rows_of(story: Story, planned: Mapping[str, str] | None = None) -> RunRows | None:
-    """Return the rows of one run; None where its first record is missing.
+    """Return the rows of one run; None where its first record is missing, or does not say what ran.
 
     Args:
         story: its records.
@@ -75,7 +78,7 @@ def rows_of(story: Story, planned: Mapping[str, str] | None = None) -> RunRows |
             plug-ins lay then.
     """
     started = story.records[0] if story.records else None
-    if not isinstance(started, Started):
+    if not isinstance(started, Started) or _NEEDED - started.spec.keys():
         return None
     spec = started.spec | dict(planned or {})
     workload = started.workload_facts or _look_up(str(spec["workload"]))

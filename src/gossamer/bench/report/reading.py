@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Mapping
@@ -20,6 +21,7 @@ from gossamer.bench.norms import summarise_norms
 from gossamer.bench.planned import UNKNOWN, PlannedRuns, read_planned
 from gossamer.bench.store import Stamps, Store
 from gossamer.errors import UserError
+from gossamer.files import read_bounded
 from gossamer.records import Started
 
 _log = logging.getLogger(__name__)
@@ -188,7 +190,7 @@ class Reader:
 
     def _norms(self, run_id: str) -> pl.DataFrame:
         path = self._store.norms_path(run_id)
-        if not path.exists():
+        if not path.is_file():
             return NO_NORMS
         try:
             norms = summarise_norms(path, _MOST_STEPS)
@@ -207,7 +209,10 @@ class Reader:
             plan = read_planned(self._store, experiment)
             return experiment, plan, experiment.name, experiment.text, "" if plan else UNKNOWN
         except UserError as error:
-            return None, None, fallback, path.read_text(), str(error)
+            with contextlib.suppress(OSError):
+                text = read_bounded(path, 2**20).decode(errors="replace")
+                return None, None, fallback, text, str(error)
+            return None, None, fallback, "", str(error)
 
 
 def _in_order(rows: list[RunRows], planned: list[str]) -> list[RunRows]:

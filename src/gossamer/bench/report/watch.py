@@ -102,6 +102,9 @@ class Watch:
 
 
 class _Handler(BaseHTTPRequestHandler):
+    timeout = 10.0
+    """Seconds that a connection may say nothing: it has a thread, which would wait for ever."""
+
     token: str
     answers: _Answers
 
