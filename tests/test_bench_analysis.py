@@ -165,11 +165,55 @@ def test_only_runs_that_are_done_count() -> None:
     assert one(found.verdicts, workers=8)["winner"] == "D_ring"
 
 
-def test_one_method_with_two_learning_rates_is_two() -> None:
-    """What runs of a name differ in becomes part of the name, at every scale."""
+def test_what_varies_for_every_method_is_no_method() -> None:
+    """Two shardings and two batch sizes are four settings, each with its own winner and order;
+    what follows from the batch size is not named.
+    """
+    methods = {"C_complete": 0.9, "D_ring": 0.7, "D_torus": 0.8}
+    facets = [("iid", 4), ("iid", 8), ("dirichlet(alpha=0.1)", 4), ("dirichlet(alpha=0.1)", 8)]
+    stories = [
+        story_of(
+            spec_of(m, 16, seed, sharding=sharding, batch_size=size, steps_per_epoch=20 - size),
+            value - 0.3 * (sharding != "iid") + 0.2 * (m == "D_ring" and size == 8) + seed / 1000,
+        )
+        for sharding, size in facets
+        for m, value in methods.items()
+        for seed in range(2)
+    ]
+    found = analyse(stories)
+    assert set(found.runs["method"]) == {*methods}
+    names = [f"digits-mlp, batch_size={size}, sharding={sharding}" for sharding, size in facets]
+    won = found.verdicts.select("workload", "winner", "decentralized").sort("workload")
+    best = ["D_torus", "D_torus", "D_ring", "D_ring"]
+    assert list(won.iter_rows()) == list(zip(sorted(names), ["C_complete"] * 4, best, strict=True))
+    pairs = found.differences.select("workload", "method", "other")
+    assert len(pairs) == len(pairs.unique()) == 4 * 3 * 2
+    for name in names:
+        row = one(found.observations, observation="connections", workload=name, workers=16)
+        assert row["units"] == 2
+
+
+def test_a_sharding_is_a_setting_even_where_a_method_sets_it() -> None:
+    """What is learnt differs; an optimizer or a learning rate that a method sets is its own."""
+    specs = [
+        spec_of("C_complete", 8, sharding="iid"),
+        spec_of("D_ring", 8, sharding="dirichlet(alpha=0.1)"),
+        spec_of("D_torus", 8, sharding="iid", lr=0.5),
+    ]
+    runs = tabulate(story_of(spec, 0.5) for spec in specs).runs
+    assert runs["facet"].to_list() == [
+        "sharding=iid",
+        "sharding=dirichlet(alpha=0.1)",
+        "sharding=iid",
+    ]
+    assert runs["method"].to_list() == ["C_complete", "D_ring", "D_torus"]
+
+
+def test_learning_rates_that_all_methods_try_are_settings() -> None:
+    """At every scale, and there with the rate that was run."""
     specs = [spec_of("D_ring", 8, lr=0.1), spec_of("D_ring", 8, lr=0.2), spec_of("D_ring", 16)]
-    names = tabulate(story_of(spec, 0.5) for spec in specs).runs["method"].to_list()
-    assert names == ["D_ring, lr=0.1", "D_ring, lr=0.2", "D_ring, lr=0.1"]
+    names = tabulate(story_of(spec, 0.5) for spec in specs).runs["workload"].to_list()
+    assert names == ["digits-mlp, lr=0.1", "digits-mlp, lr=0.2", "digits-mlp, lr=0.1"]
 
 
 def test_a_run_on_processes_is_no_second_witness() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -11,6 +10,7 @@ import polars as pl
 
 from gossamer import workloads
 from gossamer.bench.analysis.graphs import graph_names, trajectory, variants
+from gossamer.bench.analysis.names import facet_names, method_names, setting_names
 from gossamer.bench.store import Story
 from gossamer.bench.tuning import is_trial
 from gossamer.engine import CENTRALIZED
@@ -30,10 +30,6 @@ MEASURES: dict[str, str] = {
 
 LONGEST_PERIOD = 4096
 """Of schedules whose rounds are counted one by one."""
-
-_NOT_A_VARIANT = {"workload", "workers", "method", "topology", "engine", "seed"}
-"""Fields in which runs of one method may differ without being called differently; a topology may
-follow the number of workers, as Ada's does."""
 
 
 _NEEDED = _NOT_A_VARIANT | {"order", "control", "lr", "gossip_steps", "epochs", "steps_per_epoch"}
@@ -118,9 +114,11 @@ def join(rows: Sequence[RunRows], names: Mapping[str, str]) -> Tables:
         spec["method"] = method or shorten(spec["topology"])
     trials = [is_trial(spec) for spec in specs]
     _forget_rates(specs, trials)
+    facets = facet_names(specs)
     own: dict[str, Sequence[Any]] = {
-        "method": _labels(specs),
-        "workload": _workload_labels(specs),
+        "method": method_names(specs),
+        "workload": setting_names(specs, facets),
+        "facet": facets,
         "twin": _twins(specs),
         "graph": graph_names(specs),
         "variant": variants(specs),
@@ -254,6 +252,7 @@ _RESULT_SCHEMA: dict[str, Any] = {
 _RUN_SCHEMA: dict[str, Any] = {
     "run_id": pl.String,
     "workload": pl.String,
+    "facet": pl.String,
     "workers": pl.Int64,
     "method": pl.String,
     "engine": pl.String,
@@ -357,46 +356,6 @@ def _dispersion(run_id: str, steps: Sequence[Step]) -> pl.DataFrame:
 
 def _concat(frames: Sequence[pl.DataFrame], schema: dict[str, Any]) -> pl.DataFrame:
     return pl.concat(frames) if frames else pl.DataFrame(schema=schema)
-
-
-def _labels(specs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return what to call each run's method: its name, and the fields in which its runs differ.
-
-    A learning rate that takes two values at one scale makes two methods of one at every scale.
-    """
-    groups: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
-    for spec in specs:
-        groups.setdefault((spec["method"], spec["workload"], spec["workers"]), []).append(spec)
-    varied: dict[str, list[str]] = {}
-    engines: dict[str, set[str]] = {}
-    for (method, *_), group in groups.items():
-        engines.setdefault(method, set()).update(spec["engine"] for spec in group)
-        for name in group[0]:
-            differs = any(spec.get(name) != group[0][name] for spec in group)
-            if differs and name not in _NOT_A_VARIANT | set(varied.get(method, [])):
-                varied.setdefault(method, []).append(name)
-    labels: list[str] = []
-    for spec in specs:
-        method = spec["method"]
-        parts = [method, *(f"{name}={_short(spec.get(name))}" for name in varied.get(method, []))]
-        if spec["engine"] == "distributed" and len(engines[method]) > 1:
-            parts.append("distributed")
-        labels.append(", ".join(parts))
-    return labels
-
-
-def _short(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else shorten(str(value))
-
-
-def _workload_labels(specs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return what to call each run's workload: without its folder, where that tells them apart."""
-    names = {spec["workload"] for spec in specs}
-    times = Counter(map(shorten, names))
-    return [
-        short if times[short := shorten(name)] == 1 else name
-        for name in (spec["workload"] for spec in specs)
-    ]
 
 
 def _twins(specs: Sequence[Mapping[str, Any]]) -> list[bool]:

@@ -13,8 +13,18 @@ def remarks(analysis: Analysis) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for (workload,), runs in analysis.runs.group_by(["workload"], maintain_order=True):
         repeated = analysis.repeats.filter(pl.col("workload") == workload)
-        found[str(workload)] = [*_repeats(repeated), *_alone(runs)]
+        found[str(workload)] = [*_facet(runs["facet"][0]), *_repeats(repeated), *_alone(runs)]
     return found
+
+
+def _facet(facet: str) -> list[str]:
+    """Say that there are other settings."""
+    if not facet:
+        return []
+    return [
+        f"All this is of one setting, {facet}: methods are compared within it, and never with runs "
+        "of another. The others are listed as workloads in the filter."
+    ]
 
 
 def _repeats(repeated: pl.DataFrame) -> list[str]:
