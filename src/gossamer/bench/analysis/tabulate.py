@@ -31,8 +31,11 @@ MEASURES: dict[str, str] = {
 LONGEST_PERIOD = 4096
 """Of schedules whose rounds are counted one by one."""
 
-
-_NEEDED = _NOT_A_VARIANT | {"order", "control", "lr", "gossip_steps", "epochs", "steps_per_epoch"}
+_NEEDED = {
+    *("workload", "workers", "method", "topology", "engine", "seed", "order", "control", "lr"),
+    *("gossip_steps", "epochs", "steps_per_epoch"),
+}
+"""Fields without which a run has no place in a table."""
 
 
 class Tables(NamedTuple):
