@@ -1,7 +1,7 @@
 """What travels in collectives, which every rank must take part in, in the same order.
 
-They have connections of their own: a call that one rank makes alone must not be taken for its part
-in a round.
+They have connections or tags of their own: a call that one rank makes alone must not be taken for
+its part in a round.
 """
 
 from __future__ import annotations
