@@ -122,6 +122,9 @@ def cell_of(analysis: Analysis, table: str, row: dict[str, Any], column: str) ->
             pl.col("phase") == row["phase"],
         )
         column = "rho"
+    if table == "scores":
+        frame = frame.filter(pl.col("cost") == row["cost"], pl.col("method") == row["method"])
+        return frame[column].item()
     workers = pl.col("workers")
     frame = frame.filter(
         workers == int(row["workers"]) if row.get("workers") else workers.is_null(),
@@ -158,7 +161,8 @@ def test_every_number_on_the_page_is_that_of_its_table(folder: Path) -> None:
         tolerance = 0.005 if table == "observations" else abs(value) * 0.005 + 1e-12
         assert plain(text) == pytest.approx(value, abs=tolerance)
         checked.add(table)
-    assert checked == {"verdicts", "summary", "observations", "effects", "crossovers"}
+    own = {"verdicts", "summary", "observations", "effects", "crossovers", "targets", "scores"}
+    assert checked == own
 
 
 def test_the_findings_are_rows_of_the_table(folder: Path) -> None:
@@ -181,7 +185,7 @@ def test_the_figures_draw_the_tables(folder: Path) -> None:
     drawn = json.loads(found[1])["figures"]
     assert set(drawn) == {
         *("scale", "learning", "loss", "connections", "dispersion"),
-        *("dispersion-by-step", "distance", "bytes"),
+        *("dispersion-by-step", "distance", "bytes", "target", "profile"),
     }
 
     def traces(name: str, **choice: str) -> list[dict[str, Any]]:
@@ -316,9 +320,10 @@ def test_tables_are_written_as_csv_parquet_and_latex(folder: Path, tmp_path: Pat
     """All of them, equal to the analysis; as LaTeX those that papers print; nothing beside them."""
     analysis = Reader(folder).read().analysis
     write_tables(analysis, tmp_path / "t")
+    costs = ("targets", "profiles", "scores")
     printed = {"summary", "differences", "verdicts", "observations", "fits", "graph_ranks"}
     names = {f"{name}.{kind}" for name in analysis._fields for kind in ("csv", "parquet")}
-    names |= {f"{name}.tex" for name in (*printed, "crossovers")}
+    names |= {f"{name}.tex" for name in (*printed, "crossovers", *costs)}
     assert {path.name for path in (tmp_path / "t").iterdir()} == names
     assert r"D\_torus & False & 3 &" in (tmp_path / "t" / "summary.tex").read_text()
     assert pl.read_parquet(tmp_path / "t" / "runs.parquet").equals(analysis.runs)
@@ -359,13 +364,13 @@ def test_the_command_writes_and_says_so(folder: Path, tmp_path: Path) -> None:
 
 
 def test_the_verdict_as_json(folder: Path) -> None:
-    """For scripts: a result per method and scale, then a verdict per scale; notes are elsewhere."""
+    """For scripts: results and targets by method and scale, verdicts by scale; notes elsewhere."""
     result = CliRunner().invoke(bench_app, ["report", str(folder), "--json"])
     assert result.exit_code == 0, result.output
     lines = [json.loads(line) for line in result.stdout.splitlines()]
     kinds = [line["kind"] for line in lines]
     assert kinds == sorted(kinds)
-    assert {"result", "verdict"} == set(kinds)
+    assert {"result", "target", "verdict"} == set(kinds)
     assert lines[-1]["winner"] == "C_complete"
     assert "wrote " in result.stderr
 
@@ -445,7 +450,7 @@ def test_the_page_opens_offline_and_draws(folder: Path, page: Page) -> None:
     assert page.complaints == []
     assert [request for request in page.requests if not request.startswith("about:")] == [url]
     drawn = page.run("[...document.querySelectorAll('[data-figure] .main-svg:first-child')].length")
-    assert drawn == page.run("document.querySelectorAll('[data-figure]').length") == 8
+    assert drawn == page.run("document.querySelectorAll('[data-figure]').length") == 10
 
 
 @needs_browser

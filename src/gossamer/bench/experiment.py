@@ -204,6 +204,9 @@ class Experiment(Block):
     """In place of a profile: seconds of a step without communication, of all workloads or of
     each."""
 
+    target: float | dict[str, float] | None = None
+    """The metric that counts as reached, of all workloads or of each; by default their own."""
+
     folder: str = ""
     """Where paths of profiles and plug-ins start, itself from where the file lies, which it is by
     default."""

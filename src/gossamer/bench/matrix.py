@@ -50,7 +50,9 @@ def expand(experiment: Experiment, outcomes: Outcomes | None = None) -> Matrix:
     """
     _check_size(experiment)
     folder = Path(experiment.folder)
-    make_clock(experiment)  # what it cannot read is said now, and not when all has been trained
+    # What results are read with is looked at now, and not when all has been trained.
+    make_clock(experiment)
+    experiment.by_workload("target")
     matrix = _MatrixBuilder(experiment)
     settings: dict[str, Setting] = {}
     for block in experiment.blocks:

@@ -49,6 +49,7 @@ def report_command(
     if as_json:
         for kind, table in (
             ("result", results.analysis.summary),
+            ("target", results.analysis.targets),
             ("verdict", results.analysis.verdicts),
         ):
             for row in table.iter_rows(named=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import polars as pl
@@ -23,6 +23,8 @@ from gossamer.bench.analysis.observations import (
     run_dispersion,
 )
 from gossamer.bench.analysis.tabulate import MEASURES, Tables, join, rows_of, tabulate
+from gossamer.bench.analysis.targets import profiles, scores
+from gossamer.bench.analysis.targets import targets as target_costs
 from gossamer.bench.analysis.timed import timed
 from gossamer.bench.analysis.tuned import sensitivity, tuning
 from gossamer.bench.modelled import Clock
@@ -61,21 +63,35 @@ class Analysis(NamedTuple):
     repeats: pl.DataFrame
     """Methods that went through the same as another, bit by bit: they are no further witnesses."""
 
+    targets: pl.DataFrame
+    """What methods spend to reach the target."""
+
+    profiles: pl.DataFrame
+    """Over all settings, in how many a method is how near to the one that spends least."""
+
+    scores: pl.DataFrame
+    """Of profiles."""
+
     @property
     def all_runs(self) -> pl.DataFrame:
         """What is compared, and trials."""
         return pl.concat([self.runs, self.trials])
 
 
-def analyse(stories: Iterable[Story], clock: Clock | None = None) -> Analysis:
+def analyse(
+    stories: Iterable[Story],
+    clock: Clock | None = None,
+    targets: Mapping[str, float] | None = None,
+) -> Analysis:
     """Return all tables of an experiment; methods are called as the runs' records say.
 
     Args:
         stories: its runs.
         clock: by which they get modelled seconds, as ``modelled.make_clock`` returns it.
+        targets: of workloads, in place of their own.
     """
     rows = [timed(rows, clock) for story in stories if (rows := rows_of(story))]
-    return analyse_tables(join(rows, {}))
+    return analyse_tables(join(rows, {}, targets))
 
 
 def analyse_tables(measured: Tables) -> Analysis:
@@ -85,7 +101,7 @@ def analyse_tables(measured: Tables) -> Analysis:
     of_phases = phase_dispersion(measured)
     of_runs = run_dispersion(of_phases)
     results, gaps = summary(runs), differences(runs, repeated)
-    curves = sensitivity(measured.trials)
+    curves, reached = sensitivity(measured.trials), target_costs(runs)
     return Analysis(
         *measured,
         of_phases,
@@ -100,4 +116,7 @@ def analyse_tables(measured: Tables) -> Analysis:
         curves,
         tuning(curves, results),
         repeated,
+        reached,
+        profiles(reached),
+        scores(reached),
     )

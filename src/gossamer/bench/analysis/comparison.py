@@ -39,9 +39,6 @@ def summary(runs: pl.DataFrame) -> pl.DataFrame:
             row |= _spread(done[name].drop_nulls(), name)
         for name in ("connections", "bytes_sent", "train_s"):
             row[name] = done[name].mean()
-        row["reached"] = done["target_step"].is_not_null().sum()
-        for name in ("target_step", "target_bytes", "target_s"):
-            row[name] = done[name].mean()
         rows.append(row)
     return pl.DataFrame(rows, schema=_SUMMARY_SCHEMA).sort(SETTING, maintain_order=True)
 
@@ -260,10 +257,6 @@ _SUMMARY_SCHEMA: dict[str, Any] = {
     "connections": pl.Float64,
     "bytes_sent": pl.Float64,
     "train_s": pl.Float64,
-    "reached": pl.Int64,
-    "target_step": pl.Float64,
-    "target_bytes": pl.Float64,
-    "target_s": pl.Float64,
 }
 
 _DIFFERENCE_SCHEMA: dict[str, Any] = {

@@ -11,6 +11,7 @@ import polars as pl
 from gossamer import workloads
 from gossamer.bench.analysis.graphs import graph_names, trajectory, variants
 from gossamer.bench.analysis.names import facet_names, method_names, setting_names
+from gossamer.bench.analysis.reached import REACHED_SCHEMA, reach
 from gossamer.bench.store import Story
 from gossamer.bench.tuning import is_trial
 from gossamer.engine import CENTRALIZED
@@ -90,7 +91,7 @@ def rows_of(story: Story, planned: Mapping[str, str] | None = None) -> RunRows |
     looks = [record for record in story.records if isinstance(record, Evaluation)]
     evaluations = _evaluations(story.run_id, looks, workload)
     run = _run(story, spec, steps, workload) | _result(story, evaluations, workload)
-    run["parameter_bytes"] = started.parameter_bytes or None
+    run |= {"parameter_bytes": started.parameter_bytes or None, "target": workload.target}
     return RunRows(run, _steps(story.run_id, steps), evaluations, _dispersion(story.run_id, steps))
 
 
@@ -104,18 +105,23 @@ def _look_up(workload: str) -> WorkloadFacts:
         return WorkloadFacts()
 
 
-def join(rows: Sequence[RunRows], names: Mapping[str, str]) -> Tables:
+def join(
+    rows: Sequence[RunRows], names: Mapping[str, str], targets: Mapping[str, float] | None = None
+) -> Tables:
     """Return the tables of several runs.
 
     Args:
         rows: of each.
         names: what methods are called, by run; where a run has none, as its record says.
+        targets: of workloads, in place of their own.
     """
+    aims = {shorten(workload): target for workload, target in (targets or {}).items()}
     specs = [dict(of_run.run["spec"]) for of_run in rows]
     for spec, of_run in zip(specs, rows, strict=True):
         method = names.get(of_run.run["run_id"]) or spec["method"]
         spec["method"] = method or shorten(spec["topology"])
     trials = [is_trial(spec) for spec in specs]
+    short = [shorten(spec["workload"]) for spec in specs]
     _forget_rates(specs, trials)
     facets = facet_names(specs)
     own: dict[str, Sequence[Any]] = {
@@ -129,7 +135,8 @@ def join(rows: Sequence[RunRows], names: Mapping[str, str]) -> Tables:
     runs = [
         {key: value for key, value in of_run.run.items() if key != "spec"}
         | dict(zip(own, values, strict=True))
-        for of_run, *values in zip(rows, *own.values(), strict=True)
+        | reach(of_run.run, of_run.evaluations, aims.get(aim, of_run.run["target"]))
+        for of_run, aim, *values in zip(rows, short, *own.values(), strict=True)
     ]
     compared = [not trial for trial in trials]
     kept = list(itertools.compress(rows, compared))
@@ -215,30 +222,21 @@ def _connections(spec: Mapping[str, Any], steps: Sequence[Step]) -> float | None
 
 
 def _result(story: Story, evaluations: pl.DataFrame, workload: WorkloadFacts) -> dict[str, Any]:
-    """Return the final and best metric of a run that is done, and when it reached the target."""
+    """Return the final and best metric of a run that is done."""
     none: dict[str, Any] = dict.fromkeys(_RESULT_SCHEMA)
     if story.ended is None or story.ended.status != "done" or evaluations.is_empty():
         return none
     sign = 1 if workload.higher_is_better else -1
-    averages = evaluations["average"]
     # A part of the test samples gives another number than all of them: those are not compared.
     on_all = evaluations.filter(pl.col("samples").is_null())["average"]
     last = evaluations.row(-1, named=True)
-    result = none | {
+    return none | {
         "final": last["average"],
         "best": on_all.max() if sign > 0 else on_all.min(),
         "replicas_mean": last["replicas_mean"],
         "replicas_worst": last["replicas_worst"],
         "quality": sign * last["average"],
     }
-    if workload.target is not None:
-        reached = evaluations.filter(sign * averages >= sign * workload.target)
-        if not reached.is_empty():
-            first = reached.row(0, named=True)
-            result["target_step"] = first["step"]
-            result["target_bytes"] = first["bytes_sent"]
-            result["target_s"] = first["train_s"]
-    return result
 
 
 _RESULT_SCHEMA: dict[str, Any] = {
@@ -247,9 +245,6 @@ _RESULT_SCHEMA: dict[str, Any] = {
     "replicas_mean": pl.Float64,
     "replicas_worst": pl.Float64,
     "quality": pl.Float64,
-    "target_step": pl.Int64,
-    "target_bytes": pl.Float64,
-    "target_s": pl.Float64,
 }
 
 _RUN_SCHEMA: dict[str, Any] = {
@@ -282,6 +277,7 @@ _RUN_SCHEMA: dict[str, Any] = {
     "modelled_s": pl.Float64,
     "parameter_bytes": pl.Int64,
     **_RESULT_SCHEMA,
+    **REACHED_SCHEMA,
 }
 
 _STEP_SCHEMA: dict[str, Any] = {

@@ -19,6 +19,7 @@ from gossamer.bench.analysis.observations import LEAST
 from gossamer.bench.report.figure import Figure, series
 from gossamer.bench.report.step_figures import decisions_figure, distance_figure, loss_figure
 from gossamer.bench.report.style import Style, styles
+from gossamer.bench.report.target_figures import profile_figure, target_figure
 from gossamer.bench.report.traces import Trace, band, line, mark, numbers, points, thin
 from gossamer.bench.report.tuning_figures import sensitivity_figure
 
@@ -68,6 +69,8 @@ def figures(analysis: Analysis, norms: pl.DataFrame | None = None) -> list[Figur
         _curves(analysis, shown, look, _BYTES),
         _curves(analysis, shown, look, _MODELLED),
         _curves(analysis, on_processes, look, _SECONDS),
+        target_figure(analysis, look),
+        profile_figure(analysis, look),
         sensitivity_figure(analysis, look),
     ]
     return [figure for figure in drawn if figure.traces]

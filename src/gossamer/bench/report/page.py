@@ -13,6 +13,7 @@ from plotly.offline import get_plotlyjs
 
 from gossamer.bench.analysis import MEASURES, Analysis
 from gossamer.bench.analysis.tabulate import LONGEST_PERIOD, schedule_of
+from gossamer.bench.analysis.targets import COSTS
 from gossamer.bench.report import words
 from gossamer.bench.report.figures import Figure, figures, method_styles
 from gossamer.bench.report.reading import Results
@@ -68,6 +69,10 @@ def content(results: Results) -> dict[str, Any]:
             most=_MOST_ROWS,
             measures=MEASURES,
             half=words.half,
+            number=words.number,
+            megabytes=words.megabytes,
+            costs=COSTS,
+            target_costs=_target_costs(analysis),
             significant=words.SIGNIFICANT,
         )
     )
@@ -125,6 +130,17 @@ def _effects(analysis: Analysis) -> list[dict[str, Any]]:
     alone = pl.col("observation") != "dispersion"
     chosen = analysis.observations.filter(alone | pl.col("workers").is_null())
     return [row for row in chosen.iter_rows(named=True) if row["rho"] is not None]
+
+
+def _target_costs(analysis: Analysis) -> list[str]:
+    """Return the costs of which anything is known."""
+    found = analysis.targets
+    return [
+        cost
+        for cost in COSTS
+        if found.select(pl.col(cost, f"more_than_{cost}").is_not_null().any()).row(0)
+        != (False,) * 2
+    ]
 
 
 def _mean_ranks(analysis: Analysis) -> list[dict[str, Any]]:

@@ -137,7 +137,8 @@ class Reader:
             run_id: kept for run_id, kept in self._kept.items() if not planned or run_id in planned
         }
         rows = [timed(kept.rows, self._clock) for kept in chosen.values() if kept.rows]
-        analysis = analyse_tables(join(_in_order(rows, list(planned)), planned))
+        targets = experiment.by_workload("target") if experiment else {}
+        analysis = analyse_tables(join(_in_order(rows, list(planned)), planned, targets))
         counts = Counter(analysis.all_runs["status"].to_list())
         counts["damaged"] += sum(kept.rows is None for kept in chosen.values())
         counts["to do"] = len(planned.keys() - chosen.keys())

@@ -18,7 +18,7 @@ _MOST_POINTS = 60
 
 
 def mark(
-    workload: str, workers: int | None, method: str | None, x: str, y: str, **choice: str
+    workload: str | None, workers: int | None, method: str | None, x: str, y: str, **choice: str
 ) -> dict[str, Any]:
     """Return what the page filters and labels a trace by."""
     return {

@@ -108,20 +108,21 @@ def images(analysis: Analysis, norms: pl.DataFrame | None = None) -> Iterator[tu
     """Yield the name and the plotly figure of every image."""
     for figure in figures(analysis, norms):
         first = {name: next(iter(options)) for name, options in figure.choices.items()}
-        groups: dict[tuple[str, int | None], list[dict[str, Any]]] = {}
+        groups: dict[tuple[str | None, int | None], list[dict[str, Any]]] = {}
         for trace in figure.traces:
             meta = trace["meta"]
             if meta["choice"] == first or not first:
                 groups.setdefault((meta["workload"], meta["workers"]), []).append(trace)
         for (workload, workers), traces in groups.items():
-            scale = "" if workers is None else f"-{workers}"
-            name = re.sub(_NOT_IN_FILE_NAMES, "_", f"{figure.name}-{workload}{scale}")
-            yield name, _chart(figure, traces, workload, workers)
+            parts = [figure.name, workload, workers]
+            name = "-".join(str(part) for part in parts if part is not None)
+            yield re.sub(_NOT_IN_FILE_NAMES, "_", name), _chart(figure, traces, workload, workers)
 
 
 def _chart(
-    figure: Figure, traces: list[dict[str, Any]], workload: str, workers: int | None
+    figure: Figure, traces: list[dict[str, Any]], workload: str | None, workers: int | None
 ) -> dict[str, Any]:
+    of = "" if workload is None else f": {workload}"
     scale = "" if workers is None else f", {workers} workers"
     names = {"xaxis": traces[0]["meta"]["x"], "yaxis": traces[0]["meta"]["y"]}
     axes = {
@@ -136,7 +137,7 @@ def _chart(
         for trace in traces
     ]
     layout = {
-        "title": {"text": f"{figure.title}: {workload}{scale}", "font": {"size": 16}},
+        "title": {"text": f"{figure.title}{of}{scale}", "font": {"size": 16}},
         "font": {"family": "system-ui, sans-serif", "color": "#1c232b"},
         "paper_bgcolor": "white",
         "plot_bgcolor": "white",

@@ -101,7 +101,7 @@
 
   function chosenTraces(figure) {
     const choice = state.choices[figure.name];
-    return figure.traces.filter(({ meta }) => meta.workload === state.workload && (meta.workers === null || hasScale(meta.workers))
+    return figure.traces.filter(({ meta }) => (meta.workload === null || meta.workload === state.workload) && (meta.workers === null || hasScale(meta.workers))
       && (meta.method === null || hasMethod(meta.method)) && Object.entries(meta.choice).every(([name, value]) => choice[name] === value));
   }
 

@@ -1,0 +1,184 @@
+"""What it takes to reach a target: steps, bytes and seconds, and profiles over all settings.
+
+A run that ended without its target is censored: what it would have taken is known to be more than
+what it spent. One that diverged never reaches it. So medians over seeds are taken with those last.
+
+Reference: Dolan and Moré, Benchmarking optimization software with performance profiles
+(https://arxiv.org/abs/cs/0102001); Dahl et al., AlgoPerf (https://arxiv.org/abs/2306.07179).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import polars as pl
+
+from gossamer.bench.analysis.comparison import SETTING
+
+FARTHEST = 4.0
+"""The ratio up to which a profile is scored, as in AlgoPerf."""
+
+
+class Cost(NamedTuple):
+    """One way to count what is spent."""
+
+    reached: str
+    """The column of runs that says what was spent at the target."""
+
+    spent: str
+    """The column that says what was spent in all."""
+
+    label: str
+
+
+COSTS: dict[str, Cost] = {
+    "step": Cost("target_step", "steps", "steps"),
+    "bytes_sent": Cost("target_bytes", "bytes_sent", "bytes sent per worker"),
+    "modelled_s": Cost("target_modelled_s", "modelled_s", "modelled seconds"),
+    "train_s": Cost("target_s", "train_s", "measured seconds, on processes"),
+}
+
+
+def targets(runs: pl.DataFrame) -> pl.DataFrame:
+    """Return one row per workload, scale and method: what the median seed spends to the target.
+
+    Where half of the seeds or more do not reach it there is no median, and ``more_than_…`` says
+    what it exceeds: the least that a run spent which came to its end without. Measured seconds are
+    of runs on processes alone.
+
+    Args:
+        runs: of ``Tables``; those that are done or diverged are counted.
+    """
+    rows: list[dict[str, Any]] = []
+    ended = runs.filter(
+        pl.col("target").is_not_null(), pl.col("status").is_in(["done", "diverged"])
+    )
+    for key, group in ended.group_by([*SETTING, "method"], maintain_order=True):
+        row: dict[str, Any] = dict(zip([*SETTING, "method"], key, strict=True))
+        row |= {name: group[name][0] for name in ("metric", "target", "twin")}
+        row |= {
+            "runs": len(group),
+            "reached": group["target_step"].is_not_null().sum(),
+            "diverged": group["status"].eq("diverged").sum(),
+        }
+        for name, cost in COSTS.items():
+            if name == "train_s" and group["engine"][0] != "distributed":
+                continue
+            without = group.filter(pl.col("target_step").is_null(), pl.col("status") == "done")
+            row[name] = censored_median(group[cost.reached].to_list())
+            if row[name] is None:
+                row[f"more_than_{name}"] = without[cost.spent].min()
+        rows.append(row)
+    return pl.DataFrame(rows, schema=_TARGET_SCHEMA).sort(SETTING, maintain_order=True)
+
+
+def censored_median(values: Sequence[float | None]) -> float | None:
+    """Return the median where None is more than every number; None where it is one itself.
+
+    >>> censored_median([3, None, 1]), censored_median([3, None])
+    (3.0, None)
+    """
+    found = float(np.median([math.inf if value is None else value for value in values]))
+    return found if math.isfinite(found) else None
+
+
+def profiles(found: pl.DataFrame) -> pl.DataFrame:
+    """Return, for each cost and method, the share of settings solved within a ratio of the best.
+
+    A setting is a workload at a scale; those count that all methods were run at and any of them
+    solves, by the median seed. One row for each step of the curve, the first at a ratio of 1.
+
+    Args:
+        found: as ``targets`` returns it. Runs on processes that repeat simulated ones are left out.
+    """
+    rows: list[dict[str, Any]] = []
+    for cost in COSTS:
+        for method, ratios in _ratios(found, cost).items():
+            solved = sorted(ratio for ratio in ratios if math.isfinite(ratio))
+            for ratio in sorted({1.0, *solved}):
+                share = sum(each <= ratio for each in solved) / len(ratios)
+                rows.append({"cost": cost, "method": method, "ratio": ratio, "share": share})
+    return pl.DataFrame(rows, schema=_PROFILE_SCHEMA)
+
+
+def scores(found: pl.DataFrame) -> pl.DataFrame:
+    """Return one row for each cost and method: its profile in three numbers.
+
+    ``best`` is the share of settings at which it is first, ``solved`` that of those which it solves
+    at all, ``score`` the mean height of its profile for ratios up to 4.
+
+    Args:
+        found: as ``targets`` returns it.
+    """
+    rows: list[dict[str, Any]] = []
+    for cost in COSTS:
+        for method, ratios in _ratios(found, cost).items():
+            # A step at r contributes from there on.
+            heights = [max(0.0, FARTHEST - ratio) / (FARTHEST - 1) for ratio in ratios]
+            row = {
+                "cost": cost,
+                "method": method,
+                "settings": len(ratios),
+                "best": float(np.mean([ratio == 1 for ratio in ratios])),
+                "solved": float(np.mean(np.isfinite(ratios))),
+                "score": float(np.mean(heights)),
+            }
+            rows.append(row)
+    return pl.DataFrame(rows, schema=_SCORE_SCHEMA)
+
+
+def _ratios(found: pl.DataFrame, cost: str) -> dict[str, list[float]]:
+    """Return each method's cost over the least of any, at every setting; ∞ where it fails."""
+    chosen = found.filter(~pl.col("twin"))
+    methods = chosen["method"].unique(maintain_order=True).to_list()
+    ratios: dict[str, list[float]] = {method: [] for method in methods}
+    for _, group in chosen.group_by(SETTING, maintain_order=True):
+        spent = dict(group.select("method", cost).iter_rows())
+        solved = [value for value in spent.values() if value is not None]
+        if len(spent) < len(methods) or not solved:
+            continue
+        for method, value in spent.items():
+            ratios[method].append(_ratio(value, min(solved)))
+    return {method: own for method, own in ratios.items() if own}
+
+
+def _ratio(value: float | None, best: float) -> float:
+    if value is None:
+        return math.inf
+    if value == best:
+        return 1.0
+    return value / best if best else math.inf
+
+
+_TARGET_SCHEMA: dict[str, Any] = {
+    "workload": pl.String,
+    "workers": pl.Int64,
+    "method": pl.String,
+    "metric": pl.String,
+    "target": pl.Float64,
+    "twin": pl.Boolean,
+    "runs": pl.Int64,
+    "reached": pl.Int64,
+    "diverged": pl.Int64,
+    **dict.fromkeys(COSTS, pl.Float64),
+    **{f"more_than_{name}": pl.Float64 for name in COSTS},
+}
+
+_PROFILE_SCHEMA: dict[str, Any] = {
+    "cost": pl.String,
+    "method": pl.String,
+    "ratio": pl.Float64,
+    "share": pl.Float64,
+}
+
+_SCORE_SCHEMA: dict[str, Any] = {
+    "cost": pl.String,
+    "method": pl.String,
+    "settings": pl.Int64,
+    "best": pl.Float64,
+    "solved": pl.Float64,
+    "score": pl.Float64,
+}
