@@ -4,12 +4,11 @@ Both engines leave a worker whose parameters are not finite out of a round: it n
 takes (``Round.without``). After some rounds in a row they raise.
 """
 
-# W: workers, N: numbers per worker, T: tensors
+# W: workers, N: numbers per worker, T: tensors, S: suspects
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable, Sequence
 from typing import final
 
@@ -48,13 +47,13 @@ def measured_norms(tensors: Iterable[Tensor]) -> FloatArray:
         tensors: stacked, [W, ...]; a row per worker.
     """
     flat = [tensor.reshape(len(tensor), tensor[0].numel()) for tensor in tensors]
-    # One pass that keeps nothing: a finite norm is of finite numbers. One that is not may have
-    # overflowed, and only then is every number looked at.
+    # One pass that keeps nothing: a finite norm is of finite numbers.
     norms_TW = torch.stack([_norms(x_WN).double() for x_WN in flat])
     norms_W = torch.linalg.vector_norm(norms_TW, dim=0)
-    if not norms_W.isfinite().all():
-        finite_W = torch.stack([torch.isfinite(x_WN).all(1) for x_WN in flat]).all(0)
-        norms_W = torch.where(finite_W, norms_W, math.nan)
+    suspects = (~norms_W.isfinite()).nonzero().flatten()
+    if len(suspects):  # or squares have overflowed: 0 · x tells, for it is 0 or NaN
+        zeros_TS = torch.stack([(x_WN[suspects] * 0).sum(1).double() for x_WN in flat])
+        norms_W[suspects] += zeros_TS.sum(0)
     return norms_W.numpy(force=True)
 
 
