@@ -787,7 +787,7 @@ def test_plain_adam_is_told_what_it_loses(
         decentralize(model, kind(model.parameters(), lr=0.1), process_group=group).close()
 
     with caplog.at_level(logging.INFO):
-        run_ranks(2, body)
+        run_ranks(4, body)
     assert caplog.text.count("gossamer.optim.AccumAdamW.like(optimizer)") == num_lines
 
 

@@ -259,6 +259,15 @@ def test_a_settled_window_stays() -> None:
     assert [group["window"] for group in later.param_groups] == [4, 3]
 
 
+def test_a_copy_knows_the_number_of_workers() -> None:
+    """A group that a copy gets later is settled as the others are."""
+    optimizer = AccumAdam([nn.Parameter(torch.ones(3))])
+    optimizer.set_num_workers(8)
+    twin = copy.deepcopy(optimizer)
+    twin.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    assert [group["window"] for group in twin.param_groups] == [4, 4]
+
+
 def test_a_group_that_comes_later_is_settled_too() -> None:
     """Workers are known by then."""
     params = parameters()
@@ -342,6 +351,49 @@ def test_what_cannot_be_converted_is_refused(make: Any, words: str) -> None:
     """By the name of what differs, and nothing is left half converted."""
     with pytest.raises(UserError, match=words):
         AccumAdamW.like(make(parameters()))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda p: torch.optim.Adam(p, maximize=True), "maximize must be left out"),
+        (lambda p: torch.optim.Adam(p, amsgrad=True), "amsgrad must be left out"),
+        (lambda p: torch.optim.AdamW(p, weight_decay=0.1), "weight decay of AccumAdam is L2"),
+    ],
+)
+def test_a_state_of_adam_that_means_something_else_is_refused(make: Any, words: str) -> None:
+    """As its groups are; the optimizer stays what it was."""
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = AccumAdam([parameter], lr=0.5, window=2)
+    with pytest.raises(UserError, match=words):
+        optimizer.load_state_dict(make([parameter]).state_dict())
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    optimizer.load_state_dict(torch.optim.Adam([parameter], lr=0.25, fused=True).state_dict())
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["window"], "fused" in group) == (0.25, 2, False)
+
+
+def test_a_step_that_is_refused_moves_nothing() -> None:
+    """Groups are checked before the first of them moves."""
+    first, second = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    first.grad = second.grad = torch.ones(3)
+    optimizer = AccumAdam([{"params": [first], "window": 2}, {"params": [second]}])
+    with pytest.raises(UserError, match="must be settled"):
+        optimizer.step()
+    assert torch.equal(first, torch.ones(3))
+
+
+@pytest.mark.parametrize("window", [1, 4])
+def test_a_compiled_step_is_the_same(window: int) -> None:
+    """Where a user compiles ``optimizer.step``, the update runs outside of what is traced."""
+    plain, compiled = (nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimizers = [AccumAdamW([p], window=window) for p in (plain, compiled)]
+    steps = [optimizers[0].step, torch.compile(optimizers[1].step, backend="aot_eager")]
+    for number in range(5):
+        for parameter, step in zip((plain, compiled), steps, strict=True):
+            parameter.grad = torch.full((3,), 1.0 + number)
+            step()
+    assert torch.equal(plain, compiled)
 
 
 def test_memory_is_adams_for_a_window_of_one() -> None:

@@ -615,12 +615,12 @@ class Largest(torch.optim.Optimizer):
 def test_each_worker_is_clipped_by_its_own_norm() -> None:
     """As torch clips it alone: one that is small stays to the bit, one without gradients too."""
     generator = torch.Generator().manual_seed(0)
-    stacked = [nn.Parameter(torch.zeros(3, *shape)) for shape in ((4, 2), (5,), (2,))]
+    stacked = [nn.Parameter(torch.zeros(3, *shape)) for shape in ((4, 2), (), (0, 3), (2,))]
     size_of_worker = torch.tensor([0.01, 1.0, 100.0])
-    for p in stacked[:2]:
+    for p in stacked[:3]:
         noise = torch.randn(p.shape, generator=generator)
         p.grad = noise * size_of_worker.view(3, *[1] * (p.dim() - 1))
-    apart = [[nn.Parameter(p.detach()[w].clone()) for p in stacked[:2]] for w in range(3)]
+    apart = [[nn.Parameter(p.detach()[w].clone()) for p in stacked[:3]] for w in range(3)]
     for w, own in enumerate(apart):
         for p, q in zip(own, stacked, strict=False):
             assert q.grad is not None

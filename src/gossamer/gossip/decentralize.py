@@ -38,14 +38,14 @@ from gossamer.gossip.worker import Worker
 from gossamer.gossip.wrapper_watch import WrapperWatch
 from gossamer.nonfinite import check_limit
 from gossamer.normalization import rule_of
-from gossamer.optim import tell_num_workers
+from gossamer.optim import auto_window, tell_num_workers
 from gossamer.topology import Round, Schedule, as_schedule
 
 _log = logging.getLogger(__name__)
 
 _ADVICE = (
     "%s on each worker's own small batch learns less per step than on averaged gradients; "
-    "gossamer.optim.Accum%s.like(optimizer) makes up for most of that (docs/adam.md)"
+    "gossamer.optim.AccumAdam%s.like(optimizer) makes up for it (docs/adam.md)"
 )
 
 
@@ -145,8 +145,9 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
         )
         for each in optimizers:
             tell_num_workers(each, group.size())
-            if isinstance(each, Adam) and network.rank == 0 and network.size > 1:
-                _log.info(_ADVICE, type(each).__name__, type(each).__name__)
+            if isinstance(each, Adam) and network.rank == 0 and auto_window(network.size) > 1:
+                decoupled = each.defaults.get("decoupled_weight_decay")
+                _log.info(_ADVICE, type(each).__name__, "W" if decoupled else "")
         meter = RankMeter(trained, optimizers, network.collectives)
         source = make_source(meter)
         guard = Guard(model, optimizers, trained)

@@ -1,7 +1,14 @@
 """Optimizers for decentralized training; ordinary torch optimizers, and an outer one."""
 
-from gossamer.optim.accum_adam import AccumAdam, AccumAdamW
+from gossamer.optim.accum_adam import AccumAdam, AccumAdamW, auto_window
 from gossamer.optim.diloco import DiLoCo
 from gossamer.optim.workers import tell_num_workers, with_num_workers
 
-__all__ = ["AccumAdam", "AccumAdamW", "DiLoCo", "tell_num_workers", "with_num_workers"]
+__all__ = [
+    "AccumAdam",
+    "AccumAdamW",
+    "DiLoCo",
+    "auto_window",
+    "tell_num_workers",
+    "with_num_workers",
+]

@@ -109,14 +109,11 @@ class _AccumAdam(Optimizer):
         super().add_param_group({**param_group})  # a copy: it may be another optimizer's
         group = self.param_groups[-1]
         try:
-            _check_settings(group)
-            self._check_decay(group)
+            self._check_group(group)
         except UserError:
             self.param_groups.pop()
             raise
-        for name in _OF_TORCH:
-            group.pop(name, None)
-        self._settle(group)
+        self._adopt(group)
 
     def set_num_workers(self, num_workers: int) -> None:
         """Settle windows that are "auto" by the number of workers, as engines do.
@@ -127,6 +124,17 @@ class _AccumAdam(Optimizer):
         for group in self.param_groups:
             if group["window"] == "auto":
                 self._settle(group)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Refuse a group, perhaps of torch's, with settings that would mean something else here."""
+        _check_settings(group)
+        self._check_decay(group)
+
+    def _adopt(self, group: dict[str, Any]) -> None:
+        """Keep of a group of torch's what ours have."""
+        for name in _OF_TORCH:
+            group.pop(name, None)
+        self._settle(group)
 
     def _settle(self, group: dict[str, Any]) -> None:
         """Give a group its window as soon as it is known."""
@@ -152,18 +160,13 @@ class _AccumAdam(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        for group in self.param_groups:  # all of them before any moves
+            _check_step(group)
         for group in self.param_groups:
-            if group["window"] == "auto":
-                raise UserError(
-                    'window="auto" must be settled before the first step, got no number of '
-                    "workers; call gossamer.decentralize() or use gossamer.Simulation, or give a "
-                    "number of steps, such as window=4"
-                )
             # Parameters that missed a gradient lag behind; those at the same step go together.
             by_step: defaultdict[int, list[Tensor]] = defaultdict(list)
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    _check_gradient(parameter.grad)
                     by_step[self._count_step(parameter, group["window"])].append(parameter)
             for step, parameters in by_step.items():
                 self._update(parameters, step, group)
@@ -172,15 +175,23 @@ class _AccumAdam(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a state; also one of Adam, or one whose betas are per window, as they once were.
 
-        The window of the state stays; that of Adam's, and one that was not settled, is ours.
+        The window of the state stays; that of Adam's, and one that was not settled, is ours. A
+        state of Adam that would mean something else here is refused, and changes nothing.
         """
         ours = [group["window"] for group in getattr(self, "param_groups", ())]
-        super().__setstate__(state)
-        self._blocks = Blocks()  # of a copy, too, which is made by its state
-        for i, group in enumerate(self.param_groups):
+        for i, group in enumerate(state["param_groups"]):
             group.setdefault("betas_per", "window" if "window" in group else "step")
             if group.get("window", "auto") == "auto":
                 group["window"] = ours[i] if i < len(ours) else "auto"
+            self._check_group(group)
+        super().__setstate__(state)
+        self._blocks = Blocks()  # of a copy, too, which is made by its state
+        for group in self.param_groups:
+            self._adopt(group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs; groups that it gets later have their windows settled, too."""
+        return {**super().__getstate__(), "_num_workers": self._num_workers}
 
     def _count_step(self, parameter: Tensor, window: int) -> int:
         state = self.state[parameter]
@@ -256,13 +267,22 @@ def _moments_of(window: int) -> tuple[str, ...]:
     return ("exp_avg", "exp_avg_sq", *(["window_mean"] if window > 1 else []))
 
 
-def _check_gradient(gradient: Tensor) -> None:
-    if gradient.is_sparse or gradient.is_complex():
-        kind = "sparse" if gradient.is_sparse else "complex"
+def _check_step(group: dict[str, Any]) -> None:
+    """Raise where a group cannot take a step."""
+    if group["window"] == "auto":
         raise UserError(
-            f"AccumAdam takes dense real gradients, got a {kind} one; "
-            "use torch.optim.SparseAdam or Adam for that parameter"
+            'window="auto" must be settled before the first step, got no number of workers; call '
+            "gossamer.decentralize() or use gossamer.Simulation, or give a number of steps, such "
+            "as window=4"
         )
+    for parameter in group["params"]:
+        gradient: Tensor | None = parameter.grad
+        if gradient is not None and (gradient.is_sparse or gradient.is_complex()):
+            kind = "sparse" if gradient.is_sparse else "complex"
+            raise UserError(
+                f"AccumAdam takes dense real gradients, got a {kind} one; "
+                "use torch.optim.SparseAdam or Adam for that parameter"
+            )
 
 
 def window_betas(group: dict[str, Any]) -> tuple[float, float]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 _BLOCK_BYTES = 3 << 17
 """Of each tensor per thread: the two copies stay in a cache of 1 MB. Smaller blocks take more
@@ -101,6 +101,9 @@ def update_by_lists_(tensors: Tensors, update: WindowUpdate) -> None:
         torch._foreach_zero_(window_means)
 
 
+_PLAIN = (Tensor, nn.Parameter)
+
+
 @final
 class Blocks:
     """Takes the same step, to rounding, block by block where torch's fused kernel can.
@@ -112,13 +115,18 @@ class Blocks:
         self._copies: dict[tuple[object, ...], _Copies] = {}
         self._memory: dict[tuple[torch.dtype, int], Tensor] = {}
 
+    @torch._disable_dynamo  # as torch's own: a compiler cannot trace a kernel that writes in place
     def update_(self, tensors: Tensors, update: WindowUpdate) -> None:
         """Take a step."""
         others: list[int] = []
         fused: defaultdict[torch.dtype, list[int]] = defaultdict(list)
         for place, each in enumerate(zip(*filter(None, tensors), strict=True)):
             dtype = each[0].dtype
-            fits = all(t.is_cpu and t.dtype == dtype and t.is_contiguous() for t in each)
+            # Subclasses, such as DTensor, do not mix with the plain tensors of blocks.
+            fits = all(
+                type(t) in _PLAIN and t.is_cpu and t.dtype == dtype and t.is_contiguous()
+                for t in each
+            )
             (fused[dtype] if fits else others).append(place)
         count = torch.tensor(float(update.num_windows))
         for places in fused.values():

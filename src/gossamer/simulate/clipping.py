@@ -27,7 +27,8 @@ def clip_each_(parameters: Iterable[Tensor], clip_norm: float) -> None:
         clip_norm: the largest norm of one worker.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norms_TW = [torch.linalg.vector_norm(grad.flatten(1), dim=1) for grad in gradients]
+    # One more dimension, for parameters that are a single number.
+    norms_TW = [torch.linalg.vector_norm(grad[..., None].flatten(1), dim=1) for grad in gradients]
     norm_W = torch.linalg.vector_norm(torch.stack(norms_TW), dim=0)
     scale_W = (clip_norm / (norm_W + _EPSILON)).clamp_(max=1.0)
     for grad in gradients:
