@@ -155,10 +155,7 @@ def step_when_told(model: str, workers: int, seconds: float) -> None:
     torch.manual_seed(0)
     workload = WORKLOADS[model]
     inputs, targets = workload.sample(workers, workload.batch)
-    # Timed in the first steps, a method would be chosen by what else runs in that moment.
-    sim = Simulation(
-        workload.build(), loss_of, make_optimizer, workers, topology="ring", gradients="vmap"
-    )
+    sim = Simulation(workload.build(), loss_of, make_optimizer, workers, topology="ring")
     for _ in range(WARMUP):
         sim.step(inputs, targets)
     for _ in sys.stdin:

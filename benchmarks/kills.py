@@ -4,9 +4,10 @@
 
 One run of ``digits-mlp`` is killed so many times: every other time its runner, else its process,
 which is then tried again. Printed for each: how far the run was, what its checkpoint has, what is
-lost in steps and in seconds since that was saved, and how long what was killed left processes
-behind. At the end the run is let alone, and its records are compared with those of one that was
-never killed. Starts from nothing are not counted as kills: a process is killed when it trains.
+lost in steps and in seconds of training, since that was saved or since the run was seen to go on
+from it, and how long what was killed left processes behind. At the end the run is let alone, and
+its records are compared with those of one that was never killed. Starts from nothing are not
+counted as kills: a process is killed when it trains.
 """
 
 from __future__ import annotations
@@ -91,6 +92,7 @@ def kill_once(folder: Folder, victim: str, chance: random.Random) -> dict[str, A
         if time.monotonic() > deadline:
             raise TimeoutError("the run did not begin to train")
         time.sleep(0.01)
+    seen = time.monotonic()
     time.sleep(chance.uniform(0, 3 * folder.every_s))
     path = folder.part()
     if runner.poll() is not None or path is None:
@@ -99,7 +101,8 @@ def kill_once(folder: Folder, victim: str, chance: random.Random) -> dict[str, A
         raise EOFError  # it came to its end
     started = descendants(runner.pid)
     process = runner.pid if victim == "runner" else _process_of(path)
-    steps, saved_s = folder.num_steps(), _saved_s(folder)
+    lost_s = min(_saved_s(folder), time.monotonic() - seen)
+    steps = folder.num_steps()
     own = descendants(process) if victim == "run" else started
     os.kill(process, signal.SIGKILL)
     killed = time.monotonic()
@@ -114,7 +117,7 @@ def kill_once(folder: Folder, victim: str, chance: random.Random) -> dict[str, A
         "checkpoint": saved,
         "lost_steps": max(0, steps - saved),
     }
-    return row | {"lost_s": saved_s, "left_behind_s": behind_s}
+    return row | {"lost_s": lost_s, "left_behind_s": behind_s}
 
 
 def _process_of(part: Path) -> int:

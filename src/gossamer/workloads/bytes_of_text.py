@@ -38,7 +38,7 @@ def stdlib_gpt() -> Workload:
         metric_name="bits per byte",
         higher_is_better=False,
         evaluate=bits_per_byte,
-        recipe=_recipe(lr=3e-3, batch_size=8, steps_per_epoch=50, evaluate_samples=100),
+        recipe=_recipe(lr=3e-3, batch_size=8, steps_per_epoch=50, evaluate_samples=40),
     )
 
 

@@ -23,7 +23,7 @@ def mlp() -> Workload:
 
 def cnn() -> Workload:
     """Two convolutions with group normalization, 6,138 parameters."""
-    return _digits("digits-cnn", _convnet, lr=0.03, evaluate_samples=100)
+    return _digits("digits-cnn", _convnet, lr=0.03, evaluate_samples=75)
 
 
 def _digits(
