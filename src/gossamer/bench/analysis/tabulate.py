@@ -10,16 +10,16 @@ import polars as pl
 
 from gossamer import workloads
 from gossamer.bench.analysis.graphs import graph_names, trajectory, variants
+from gossamer.bench.analysis.mixing import mixing_facts
 from gossamer.bench.analysis.names import facet_names, method_names, setting_names
 from gossamer.bench.analysis.reached import REACHED_SCHEMA, reach
 from gossamer.bench.store import Story
 from gossamer.bench.tuning import is_trial
 from gossamer.engine import CENTRALIZED
-from gossamer.engine.spec import facts_of, make_schedule
+from gossamer.engine.spec import facts_of
 from gossamer.errors import UserError
 from gossamer.records import Evaluation, Spread, Started, Step, WorkloadFacts
 from gossamer.registry import is_plugin, shorten
-from gossamer.topology import Schedule
 
 MEASURES: dict[str, str] = {
     "gini": "Gini coefficient",
@@ -28,9 +28,6 @@ MEASURES: dict[str, str] = {
     "quartile_coefficient": "quartile coefficient",
 }
 """The measures of dispersion and what a report calls them."""
-
-LONGEST_PERIOD = 4096
-"""Of schedules whose rounds are counted one by one."""
 
 _NEEDED = {
     *("workload", "workers", "method", "topology", "engine", "seed", "order", "control", "lr"),
@@ -165,16 +162,6 @@ def _forget_rates(specs: Sequence[dict[str, Any]], trials: Sequence[bool]) -> No
             spec |= {"lr": None, "validation_share": 0.0}
 
 
-def schedule_of(spec: Mapping[str, Any]) -> Schedule | None:
-    """Return the rounds of a run; None where its workers hold one model, or a plug-in tells them.
-
-    Records are data: what they name may be any code, and is not run to read them.
-    """
-    if spec["topology"] == CENTRALIZED or is_plugin(spec["topology"]):
-        return None
-    return make_schedule(spec["topology"], spec["workers"], spec["steps_per_epoch"])
-
-
 def _run(
     story: Story, spec: Mapping[str, Any], steps: Sequence[Step], workload: WorkloadFacts
 ) -> dict[str, Any]:
@@ -196,29 +183,13 @@ def _run(
         "damage": story.damage,
         "steps": counted[-1].step if counted else 0,
         "planned_steps": spec["epochs"] * spec["steps_per_epoch"],
-        "connections": _connections(spec, steps),
+        **mixing_facts(spec, steps),
+        "lr_scaling": spec.get("lr_scaling", "none"),
+        "highest_lr": max((step.lr for step in steps), default=None),
         "trajectory": trajectory(story.records),
         "bytes_sent": counted[-1].bytes_sent if counted else 0.0,
         "train_s": counted[-1].train_s if counted else 0.0,
     }
-
-
-def _connections(spec: Mapping[str, Any], steps: Sequence[Step]) -> float | None:
-    """Return how many neighbours a worker hears per step, in the mean over training.
-
-    From the schedule where it repeats itself: the steps that are logged may be a biased sample of
-    a cycle. Otherwise, and where a control decides, from the records.
-    """
-    if spec["control"] == "plain":
-        try:
-            schedule = schedule_of(spec)
-        except UserError:  # a name that is gone; its records tell as well
-            schedule = None
-        if schedule and schedule.period and schedule.period <= LONGEST_PERIOD:
-            degrees = [schedule.round(step).degree for step in range(schedule.period)]
-            return float(spec["gossip_steps"] * sum(degrees) / len(degrees))
-    heard = [step.degree * step.rounds for step in steps]
-    return sum(heard) / len(heard) if heard else None
 
 
 def _result(story: Story, evaluations: pl.DataFrame, workload: WorkloadFacts) -> dict[str, Any]:
@@ -272,6 +243,11 @@ _RUN_SCHEMA: dict[str, Any] = {
     "steps": pl.Int64,
     "planned_steps": pl.Int64,
     "connections": pl.Float64,
+    "averages_every": pl.Int64,
+    "aimed": pl.Boolean,
+    "acted": pl.Boolean,
+    "lr_scaling": pl.String,
+    "highest_lr": pl.Float64,
     "bytes_sent": pl.Float64,
     "train_s": pl.Float64,
     "modelled_s": pl.Float64,

@@ -12,7 +12,7 @@ from markupsafe import Markup
 from plotly.offline import get_plotlyjs
 
 from gossamer.bench.analysis import MEASURES, Analysis
-from gossamer.bench.analysis.tabulate import LONGEST_PERIOD, schedule_of
+from gossamer.bench.analysis.mixing import LONGEST_PERIOD, schedule_of
 from gossamer.bench.analysis.targets import COSTS
 from gossamer.bench.report import words
 from gossamer.bench.report.figures import Figure, figures, method_styles

@@ -1,0 +1,77 @@
+"""How a run's workers were connected, by its schedule and by its records."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gossamer.engine import CENTRALIZED
+from gossamer.engine.spec import make_schedule
+from gossamer.errors import UserError
+from gossamer.records import Step
+from gossamer.registry import is_plugin
+from gossamer.topology import Schedule
+
+LONGEST_PERIOD = 4096
+"""Of schedules whose rounds are counted one by one."""
+
+
+def schedule_of(spec: Mapping[str, Any]) -> Schedule | None:
+    """Return the rounds of a run; None where its workers hold one model, or a plug-in tells them.
+
+    Records are data: what they name may be any code, and is not run to read them.
+    """
+    if spec["topology"] == CENTRALIZED or is_plugin(spec["topology"]):
+        return None
+    return make_schedule(spec["topology"], spec["workers"], spec["steps_per_epoch"])
+
+
+def mixing_facts(spec: Mapping[str, Any], steps: Sequence[Step]) -> dict[str, Any]:
+    """Return the columns of a run that say how it mixed; None where that is not known.
+
+    - ``connections``: neighbours that a worker hears per step, in the mean over training
+    - ``averages_every``: of a method that mixes in one of so many steps, as local SGD
+    - ``aimed``: whether a control had a target in any recorded step
+    - ``acted``: whether it mixed in any of them otherwise than the schedule alone
+    """
+    try:
+        schedule = schedule_of(spec)
+    except UserError:  # a name that is gone; its records tell as well
+        schedule = None
+    degrees: list[int] = []
+    if schedule and schedule.period and schedule.period <= LONGEST_PERIOD:
+        degrees = [schedule.round(step).degree for step in range(schedule.period)]
+    rare = degrees.count(0) == len(degrees) - 1 > 0
+    controlled = spec["control"] != "plain" and bool(steps)
+    acts = controlled and schedule is not None
+    return {
+        "connections": _connections(spec, degrees, steps),
+        "averages_every": len(degrees) if rare else None,
+        "aimed": any(map(_aimed, steps)) if controlled else None,
+        "acted": any(_acted(spec, schedule, step) for step in steps) if acts else None,
+    }
+
+
+def _connections(
+    spec: Mapping[str, Any], degrees: Sequence[int], steps: Sequence[Step]
+) -> float | None:
+    """Return the mean over the schedule's period: the steps that are logged may be a biased sample
+    of it. Where it has none, and where a control decides, return that over the records.
+    """
+    if degrees and spec["control"] == "plain":
+        return float(spec["gossip_steps"] * sum(degrees) / len(degrees))
+    heard = [step.degree * step.rounds for step in steps]
+    return sum(heard) / len(heard) if heard else None
+
+
+def _aimed(step: Step) -> bool:
+    return step.target is not None and math.isfinite(step.target)
+
+
+def _acted(spec: Mapping[str, Any], schedule: Schedule | None, step: Step) -> bool:
+    if schedule is None:
+        return False
+    # Under awc a record has the rounds of the step that comes next.
+    plain = schedule.round(step.step if spec["order"] == "awc" else step.step - 1)
+    return (step.rounds, step.degree) != (spec["gossip_steps"], plain.degree)
