@@ -13,6 +13,7 @@ from gossamer import workloads
 from gossamer.bench.analysis import MEASURES, PHASES, analyse
 from gossamer.bench.analysis.statistics import crossings, fit, interval
 from gossamer.bench.analysis.tabulate import tabulate
+from gossamer.bench.modelled import Clock
 from gossamer.bench.store import Story
 from gossamer.records import Evaluation, Started
 from gossamer.workloads import Workload
@@ -444,6 +445,24 @@ def test_the_crossover_is_where_the_curves_meet() -> None:
     row = one(analyse([cheap, dear]).crossovers, axis="bytes_sent")
     assert (row["before"], row["after"], row["count"]) == ("D_ring", "D_torus", 1)
     assert row["at"] == pytest.approx(40e3)
+
+
+def test_crossovers_in_seconds_are_not_the_simulator_s() -> None:
+    """Measured ones on processes: 0.7 after 40 steps, which take 0.4 s; of simulations modelled
+    ones alone.
+    """
+    curves = {"D_ring": lambda step: 0.5 + step / 200, "D_torus": lambda step: 0.3 + step / 100}
+
+    def axes(engine: str, clock: Clock | None = None) -> dict[str, float]:
+        stories = [
+            story_of(spec_of(name, 9, engine=engine), curve) for name, curve in curves.items()
+        ]
+        return dict(analyse(stories, clock).crossovers.select("axis", "at").iter_rows())
+
+    assert axes("simulated") == pytest.approx({"bytes_sent": 40e3})
+    assert axes("distributed") == pytest.approx({"bytes_sent": 40e3, "train_s": 0.4})
+    clock = Clock("100gbit", compute_s={"digits-mlp": 1.0})
+    assert axes("simulated", clock)["modelled_s"] == pytest.approx(40, rel=1e-3)
 
 
 def test_nothing_gives_empty_tables() -> None:

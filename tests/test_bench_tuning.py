@@ -29,7 +29,7 @@ from gossamer.bench.tuning import search, study_names
 from gossamer.cli.bench import bench_app
 from gossamer.engine import RunSpec, run
 from gossamer.errors import UserError
-from gossamer.records import Evaluation
+from gossamer.records import Evaluation, Started
 from gossamer.workloads import Workload
 from tests.stories import story_of, write
 from tests.test_bench_runner import Heard, run_on_two_nodes
@@ -343,6 +343,23 @@ def test_a_trial_that_fails_holds_its_setting_up(tmp_path: Path) -> None:
     assert [ended.status for ended in ends if ended] == ["error", "error"]
     shown = CliRunner().invoke(bench_app, ["status", str(tmp_path)])
     assert "2 rates of methods are still to be tried" in shown.output
+
+
+def test_a_damaged_trial_decides_nothing(stories: list[Story], tmp_path: Path) -> None:
+    """Its last evaluation may be what cannot be read: an earlier one is not taken for it."""
+    store = write(tmp_path / "f", stories)
+    assert Trials(store).outcomes()
+    trial = next(
+        story
+        for story in stories
+        if isinstance(story.records[0], Started) and story.records[0].spec["validation_share"]
+    )
+    path = tmp_path / "f" / "runs" / f"{trial.run_id}.jsonl"
+    *lines, evaluation, end = path.read_text().splitlines()
+    assert '"evaluation"' in evaluation
+    path.write_text("\n".join([*lines, evaluation[:-9], end]) + "\n")
+    with pytest.raises(UserError, match="remove the file"):
+        Trials(store).outcomes()
 
 
 def test_ranks_tune_together(tmp_path: Path) -> None:

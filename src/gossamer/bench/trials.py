@@ -7,6 +7,7 @@ from typing import final
 
 from gossamer.bench.store import Store
 from gossamer.bench.tuning import Outcomes, is_trial
+from gossamer.errors import UserError
 from gossamer.records import RESULTS, Evaluation
 
 
@@ -34,6 +35,11 @@ class Trials:
         return dict(self._known)
 
     def _metric(self, run_id: str) -> float | None:
-        records = self._store.read(run_id).records
-        *_, last = [math.nan, *(r.average for r in records if isinstance(r, Evaluation))]
+        story = self._store.read(run_id)
+        if story.damage:  # the last evaluation may be what is missing
+            raise UserError(
+                f"trials must have all of their records, got {story.damage}; remove the file, and "
+                "run the experiment again"
+            )
+        *_, last = [math.nan, *(r.average for r in story.records if isinstance(r, Evaluation))]
         return last if math.isfinite(last) else None

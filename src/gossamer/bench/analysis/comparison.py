@@ -6,6 +6,7 @@ differences of their runs, seed by seed.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,12 @@ from gossamer.bench.analysis.statistics import Interval, crossings, interval, no
 from gossamer.bench.analysis.tabulate import Tables
 
 SETTING = ["workload", "workers"]
-_COST_AXES = ("bytes_sent", "train_s")
+_COST_AXES: dict[str, pl.Expr] = {
+    "bytes_sent": pl.lit(True),
+    "modelled_s": pl.col("modelled_s").is_not_null(),
+    "train_s": pl.col("engine") == "distributed",
+}
+"""What is spent, and which runs have it: the seconds of a simulation are the simulator's."""
 
 
 def summary(runs: pl.DataFrame) -> pl.DataFrame:
@@ -102,8 +108,9 @@ def crossovers(tables: Tables) -> pl.DataFrame:
     """Return where the lead between two methods of one scale changes as they spend more.
 
     Curves are means over seeds of the averaged model's metric, linear between evaluations, against
-    bytes per worker and against seconds. Where evaluations on the way are on a part of the test
-    samples, the last one is left out: it is on all of them, and no point of the same curve.
+    bytes per worker, modelled seconds, and measured ones on processes. Where evaluations on the way
+    are on a part of the test samples, the last one is left out: it is on all of them, and no point
+    of the same curve.
     ``before`` leads up to ``at``, the last crossing, and ``after`` from there on; ``count`` is how
     often they cross.
     """
@@ -111,21 +118,21 @@ def crossovers(tables: Tables) -> pl.DataFrame:
     done = tables.runs.filter(pl.col("status") == "done")
     first = pl.col("samples").first().over("run_id")
     alike = tables.evaluations.filter(pl.col("samples").eq_missing(first))
-    curves = mean_curves(alike, done)
-    for key, group in curves.group_by(SETTING, maintain_order=True):
-        methods = group["method"].unique(maintain_order=True).to_list()
-        sign = 1 if group["higher_is_better"][0] else -1
-        of = {m: group.filter(pl.col("method") == m) for m in methods}
-        for axis in _COST_AXES:
-            for number, first in enumerate(methods):
-                for second in methods[number + 1 :]:
-                    found = _last_crossing(of[first], of[second], axis, sign)
-                    if found:
-                        pair = (second, first) if found["first_after"] else (first, second)
-                        row: dict[str, Any] = dict(zip(SETTING, key, strict=True))
-                        row |= {"axis": axis, "before": pair[0], "after": pair[1]}
-                        rows.append(row | {"at": found["at"], "count": found["count"]})
-    return pl.DataFrame(rows, schema=_CROSSOVER_SCHEMA)
+    for axis, known in _COST_AXES.items():
+        curves = mean_curves(alike, done.filter(known))
+        for key, group in curves.group_by(SETTING, maintain_order=True):
+            methods = group["method"].unique(maintain_order=True).to_list()
+            sign = 1 if group["higher_is_better"][0] else -1
+            of = {m: group.filter(pl.col("method") == m) for m in methods}
+            for first, second in itertools.combinations(methods, 2):
+                found = _last_crossing(of[first], of[second], axis, sign)
+                if found:
+                    pair = (second, first) if found["first_after"] else (first, second)
+                    row: dict[str, Any] = dict(zip(SETTING, key, strict=True))
+                    row |= {"axis": axis, "before": pair[0], "after": pair[1]}
+                    rows.append(row | {"at": found["at"], "count": found["count"]})
+    frame = pl.DataFrame(rows, schema=_CROSSOVER_SCHEMA)
+    return frame.sort(SETTING, maintain_order=True)
 
 
 def mean_curves(evaluations: pl.DataFrame, runs: pl.DataFrame) -> pl.DataFrame:
