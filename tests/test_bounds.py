@@ -139,6 +139,14 @@ def test_strings_of_parts_are_bounded(text: str) -> None:
     assert len(str(error.value)) < 300
 
 
+@pytest.mark.parametrize("text", ["x" * 9000, f"ring({'x' * 9000}=1)"])
+def test_long_names_are_cut_in_errors(text: str) -> None:
+    """The message says what is there, and not all that was given."""
+    with pytest.raises(UserError, match=r"9002 characters|got '") as error:
+        topology.parse(text, 8)
+    assert len(str(error.value)) < 1000
+
+
 # - Profiles
 
 

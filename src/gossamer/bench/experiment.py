@@ -27,7 +27,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -59,6 +59,9 @@ def _listed(value: Any) -> Any:
 
 Several = Annotated[list[_Item], BeforeValidator(_listed), Field(min_length=1)]
 """One value or a list of them."""
+
+
+Seed: TypeAlias = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class _Strict(BaseModel):
@@ -117,7 +120,7 @@ class Tune(_Strict):
     """
 
     lr: list[PositiveFloat] = Field(max_length=64)
-    seeds: Several[int] = [1000, 1001]
+    seeds: Several[Seed] = [1000, 1001]
     """Of trials; the experiment's own are for what is compared."""
 
     validation: float = Field(default=0.1, gt=0, lt=1)
@@ -147,7 +150,7 @@ class Block(_Strict):
     engine: Several[Literal["simulated", "distributed"]] = ["simulated"]
     workers: Several[PositiveInt]
     methods: Several[Method]
-    seeds: Several[int] = [0]
+    seeds: Several[Seed] = [0]
     run: dict[str, Any] = {}
     """Fields of ``RunSpec`` for every run."""
 

@@ -316,8 +316,11 @@ class Store:
 
 def _replace(path: Path, text: str) -> None:
     aside = path.with_name(f"{path.name}.part")
-    aside.write_text(text)
-    aside.replace(path)
+    try:
+        aside.write_text(text)
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def _modified(path: Path) -> float:

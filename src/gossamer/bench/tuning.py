@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TypeAlias, final
 from pydantic import BaseModel, ConfigDict
 
 from gossamer.bench.experiment import Tune
+from gossamer.bench.strict import validated
 from gossamer.engine import RunSpec
 from gossamer.errors import UserError
 from gossamer.registry import shorten
@@ -191,7 +192,7 @@ def is_trial(spec: Mapping[str, Any]) -> bool:
 
 def changed(spec: RunSpec, changes: Mapping[str, Any]) -> RunSpec:
     """Return a run with some fields changed."""
-    return RunSpec.model_validate({**spec.model_dump(), **changes})
+    return validated(RunSpec, {**spec.model_dump(), **changes}, f"{spec.method} with {changes}")
 
 
 class Found(NamedTuple):

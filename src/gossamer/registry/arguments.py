@@ -10,7 +10,7 @@ from functools import lru_cache
 from types import UnionType
 from typing import Any, cast, final, get_origin, get_type_hints
 
-from gossamer.errors import UserError, nearest_in_brackets
+from gossamer.errors import UserError, nearest_in_brackets, quoted
 from gossamer.registry.calls import Call
 from gossamer.registry.conversion import Parts, Unfit, convert, literal
 
@@ -82,7 +82,7 @@ class Parameters:
             if key not in self._own and not self._any:
                 remedy = f"use {self.example}" if self._own else f"write {self._name} alone"
                 hint = nearest_in_brackets(key, self._own)
-                raise UserError(f"{takes}, got {key!r}{hint}; {remedy}")
+                raise UserError(f"{takes}, got {quoted(key)}{hint}; {remedy}")
         by_place = dict(zip(places, positional, strict=False))
         if twice := by_place.keys() & named.keys():
             raise UserError(f"{takes}, got {', '.join(sorted(twice))} twice; give it once, by name")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar, final
 
-from gossamer.errors import UserError, nearest_in_brackets
+from gossamer.errors import UserError, nearest_in_brackets, quoted
 from gossamer.registry import calls, plugins
 from gossamer.registry.arguments import Bound, Parameters, promise_of
 from gossamer.registry.calls import Call, Name
@@ -128,7 +128,7 @@ class Registry(Generic[T]):
         """Return what to raise where a name is none of these."""
         known = list(names)
         return UserError(
-            f"unknown {self.kind} {name!r}{nearest_in_brackets(name, known)}; "
+            f"unknown {self.kind} {quoted(name)}{nearest_in_brackets(name, known)}; "
             f"choose from {', '.join(known)}"
         )
 
