@@ -26,6 +26,7 @@ from tests import reference
 from tests.catalogue import ALL_TOPOLOGIES
 from tests.ranks import run_ranks
 from tests.reference import ORDERS, batch, make_model, vector_of
+from tests.tasks import ALL_TASKS
 
 NUM_WORKERS = 8
 NUM_STEPS = 7
@@ -123,6 +124,96 @@ def test_a_worker_with_nan_gradients_is_left_out(topology: str, order: str) -> N
     told = {rank for each in ranks for rank in each.stats.left_out}
     assert told == {SPOILED}
     assert max(rank.stats.mean_moved for rank in ranks) == sim.mean_moved
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_statistics_that_are_mixed_are_left_out_with_their_worker(order: str) -> None:
+    """BatchNorm's statistics turn NaN in a forward pass, and parameters with them; both engines."""
+    task = ALL_TASKS["convnet"]
+
+    def spoiled(worker: int, step: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = task.batch(worker, step)
+        return inputs * (math.nan if (worker, step) == (SPOILED, SINCE) else 1), targets
+
+    def body(group: ProcessGroup) -> dict[str, Tensor]:
+        model = task.make()
+        optimizer = optimizer_of(model.parameters())
+        with decentralize(
+            model, optimizer, "exponential", process_group=group, order=order, buffers="mix"
+        ):
+            for step in range(NUM_STEPS):
+                optimizer.zero_grad()
+                inputs, targets = spoiled(group.rank(), step)
+                task.loss(model(inputs), targets).backward()
+                optimizer.step()
+        return dict(model.state_dict())
+
+    sim = Simulation(
+        task.make(),
+        task.loss,
+        optimizer_of,
+        workers=4,
+        topology="exponential",
+        order=order,
+        buffers="mix",
+        dtype=torch.float64,
+    )
+    for step in range(NUM_STEPS):
+        inputs, targets = zip(*(spoiled(worker, step) for worker in range(4)), strict=True)
+        sim.step(torch.stack(inputs), torch.stack(targets))
+    for worker, state in enumerate(run_ranks(4, body)):
+        expected = sim.worker(worker).state_dict()
+        torch.testing.assert_close(state, dict(expected), rtol=0, atol=1e-10, equal_nan=True)
+        finite = all(bool(tensor.isfinite().all()) for tensor in state.values())
+        assert finite == (worker != SPOILED)
+
+
+def test_parameters_that_a_user_sets_to_nan_are_left_out() -> None:
+    """Between two steps, where changes are allowed; the exchange that starts again has marks."""
+
+    def body(group: ProcessGroup) -> tuple[bool, dict[int, int]]:
+        model = make_model()
+        optimizer = optimizer_of(model.parameters())
+        gossip = decentralize(model, optimizer, "ring", process_group=group)
+        train(model, optimizer, group.rank(), 2)
+        with gossip.drained(keep_changes=True):
+            if group.rank() == SPOILED:
+                next(model.parameters()).data[0] = math.inf
+        train(model, optimizer, group.rank(), 2)
+        gossip.close()
+        return bool(vector_of(model).isfinite().all()), dict(gossip.stats().left_out)
+
+    left_out = {SPOILED: 2}
+    assert run_ranks(5, body) == [
+        (True, {}),
+        (True, left_out),
+        (False, left_out),
+        (True, left_out),
+        (True, {}),
+    ]
+
+
+@pytest.mark.parametrize("topology", ["ring", "complete"])
+def test_who_is_left_out_keeps_what_it_has(topology: str) -> None:
+    """Also its numbers that are finite: neighbours do not mend a worker in silence."""
+
+    def body(group: ProcessGroup) -> bool:
+        model = make_model()
+        optimizer = optimizer_of(model.parameters())
+        gossip = decentralize(model, optimizer, topology, process_group=group, order="atc")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += group.rank()
+            next(model.parameters())[0, 0] += math.inf if group.rank() == SPOILED else 0
+        before = vector_of(model)
+        optimizer.step()  # without gradients: it mixes, and nothing else
+        gossip.close()
+        return torch.equal(before, vector_of(model))
+
+    assert (
+        run_ranks(5, body)
+        == ([False, False, True, False, False], 5 * [True])[topology == "complete"]
+    )
 
 
 # - What is finite, and what a round is without a worker
@@ -280,7 +371,21 @@ def test_a_learning_rate_that_is_far_too_high_is_told(caplog: pytest.LogCaptureF
 
 
 def test_a_simulation_tells_of_growth(caplog: pytest.LogCaptureFixture) -> None:
-    """Of the worker that grew, once; growth that training may have is not told."""
+    """It names the worker whose targets were far too large, in the round after them."""
+    sim = Simulation(
+        make_model(), nn.functional.mse_loss, optimizer_of, 4, "ring", dtype=torch.float64
+    )
+    for step in range(2):
+        inputs, targets = map(torch.stack, zip(*(batch(w, step) for w in range(4)), strict=True))
+        targets[SPOILED] *= 1e5
+        sim.step(inputs, targets)
+    (said,) = caplog.messages
+    assert said.startswith("the parameters of worker 2 have grown from a norm of ")
+    assert "at step 1:" in said
+
+
+def test_growth_is_told_once_of_each(caplog: pytest.LogCaptureFixture) -> None:
+    """From the norm at the beginning on; what training may grow, or grows from zero, is not."""
     watch = ParameterWatch("worker", range(3), np.array([1.0, 2.0, 0.0]), 10, logging.getLogger())
     for step in range(3):
         watch.look(np.array([9.0, 21.0 * 11**step, 5.0]), step)
