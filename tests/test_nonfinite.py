@@ -384,6 +384,36 @@ def test_a_simulation_tells_of_growth(caplog: pytest.LogCaptureFixture) -> None:
     assert "at step 1:" in said
 
 
+def test_parameters_that_are_loaded_have_not_grown(caplog: pytest.LogCaptureFixture) -> None:
+    """Neither where a state is loaded, nor where a user changes them, nor in a simulation."""
+
+    def body(group: ProcessGroup) -> None:
+        model = make_model()
+        optimizer = optimizer_of(model.parameters())
+        gossip = decentralize(model, optimizer, "ring", process_group=group)
+        train(model, optimizer, group.rank(), 1)
+        state = gossip.state_dict()
+        with gossip.drained(keep_changes=True), torch.no_grad():
+            for parameter in model.parameters():
+                parameter *= 100
+        with gossip.drained(keep_changes=True), torch.no_grad():
+            for parameter in model.parameters():
+                parameter *= 100
+            gossip.load_state_dict(state)
+        gossip.close()
+
+    run_ranks(3, body)
+    sim = simulate("ring", "atc", 1)
+    state = sim.state_dict()
+    for tensor in state["parameters"].values():
+        tensor *= 100
+    sim.load_state_dict(state)
+    inputs, targets = map(torch.stack, zip(*(batch(w, 1) for w in range(8)), strict=True))
+    sim.optimizer.param_groups[0]["lr"] = 0
+    sim.step(inputs, targets)
+    assert not caplog.messages
+
+
 def test_growth_is_told_once_of_each(caplog: pytest.LogCaptureFixture) -> None:
     """From the norm at the beginning on; what training may grow, or grows from zero, is not."""
     watch = ParameterWatch("worker", range(3), np.array([1.0, 2.0, 0.0]), 10, logging.getLogger())

@@ -122,6 +122,10 @@ class ParameterWatch:
             )
         return finite
 
+    def forget_norms(self) -> None:
+        """Let the next norms be any: parameters have been replaced."""
+        self._norms = np.zeros_like(self._norms)
+
     def say_left_out(self, workers: Iterable[int], step: int) -> None:
         """Log that workers are left out, once for each."""
         if new := self._unsaid("left out", workers):

@@ -67,6 +67,10 @@ class LeftOut:
         self._sent = [mark_like(b, self._rank) for b in buckets] if self.is_self else buckets
         return self._sent
 
+    def forget_norms(self) -> None:
+        """Let the next round's norms be any: parameters have been replaced."""
+        self._watch.forget_norms()
+
     def count(self, marked: Iterable[Sequence[int]]) -> None:
         """Count who was left out of the round that ends.
 

@@ -134,8 +134,9 @@ class Mixer:
         self._in_flight = []
 
     def discard(self) -> None:
-        """Wait until nothing is on the wire, and forget what was received."""
+        """Wait until nothing is on the wire, and forget what was received, and sent."""
         self.drain()
+        self._left_out.forget_norms()
         self._state, self._in_flight = MixerState.IDLE, []
 
     def close(self) -> None:

@@ -294,6 +294,7 @@ class Simulation:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of a simulation that was built with the same arguments."""
         self._replicas.load_state_dict(state)
+        self._watch.forget_norms()
         self._update.load_state_dict(state["optimizer"])
         self._gradients.load_state_dict(state["gradients"])
         self._copies_sent = np.array(state["copies_sent"])
