@@ -48,6 +48,10 @@ class CountingStore(Store):
         self.requests["set"] += 1
         self._store.set(key, value)
 
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:  # noqa: D102
+        self.requests["compare_set"] += 1
+        return self._store.compare_set(key, expected_value, desired_value)
+
     def get(self, key: str) -> bytes:  # noqa: D102
         self.requests["get"] += 1
         return self._store.get(key)

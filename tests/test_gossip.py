@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import os
 import re
@@ -23,7 +24,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import LBFGS, SGD, AdamW
 
 from gossamer.errors import UserError
-from gossamer.gossip import ExchangeError, decentralize
+from gossamer.gossip import ExchangeError, Gossip, decentralize
 from gossamer.gossip.failures import FailureDetector
 from gossamer.gossip.network import Network
 from gossamer.gossip.notices import NoticeBoard
@@ -825,6 +826,38 @@ def test_all_ranks_gather_every_row_in_the_order_of_ranks(num_ranks: int) -> Non
         network.close()
 
     run_ranks(num_ranks, body)
+
+
+def test_a_gather_in_flight_ends_before_its_connections() -> None:
+    """close() waits for it: a thread that waits in Gloo must not outlive the interpreter."""
+
+    def body(group: ProcessGroup) -> list[int]:
+        model = nn.Linear(2, 2)
+        gossip = decentralize(model, sgd(model), "ring", process_group=group)
+        time.sleep(0.3 * group.rank())
+        collect = gossip._worker.begin_gather(group.rank(), "a test")
+        gossip.close()
+        return collect()
+
+    assert run_ranks(3, body) == [[0, 1, 2]] * 3
+
+
+def test_a_closed_gossip_holds_no_descriptors() -> None:
+    """Though the user still has the handle."""
+
+    def body(group: ProcessGroup) -> Gossip:
+        model = nn.Linear(2, 2)
+        gossip = decentralize(model, sgd(model), "ring", process_group=group)
+        gossip.close()
+        return gossip
+
+    run_ranks(2, body)  # what the first one leaves, others do not add
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    handles = run_ranks(2, body)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before
+    assert len(handles) == 2
 
 
 @pytest.mark.parametrize("order", ["awc", "atc"])

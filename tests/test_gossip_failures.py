@@ -247,6 +247,14 @@ def test_a_rank_that_leaves_says_why() -> None:
     assert zero.failure("it", (1,), RuntimeError()).culprit == 2
 
 
+def test_a_peer_that_is_late_is_not_blamed_for_a_rank_that_raised() -> None:
+    """Whoever waits for a silent peer looks at who failed first."""
+    zero, one, two = detectors(3)
+    two.leave("raised ValueError('x')")
+    assert zero.failure("it", (1,), RuntimeError("timed out")).culprit == 2
+    one.end()
+
+
 def test_last_calls_are_named_as_such() -> None:
     """A call that is noted may be over, and a rank may have made none."""
     zero, one, _two = detectors(3)

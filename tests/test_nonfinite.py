@@ -19,6 +19,7 @@ from torch.optim import SGD
 from gossamer import Simulation
 from gossamer.errors import UserError
 from gossamer.gossip import ExchangeError, NonFiniteError, Stats, decentralize
+from gossamer.gossip.exchange import Exchange
 from gossamer.gossip.marks import mark_like, marked
 from gossamer.nonfinite import ParameterWatch, measured_norms
 from gossamer.topology import Schedule, from_matrix, parse, ring
@@ -280,6 +281,32 @@ def test_a_group_keeps_its_own_values_however_it_averages() -> None:
         assert apart == [True, True]
         assert torch.allclose(ranks[4].parameters, ranks[7].parameters, rtol=0, atol=1e-12)
         assert [dict(rank.stats.left_out) for rank in ranks] == 4 * [{2: 4}] + 4 * [{}]
+
+
+def test_a_worker_whose_neighbours_are_all_left_out_keeps_its_own() -> None:
+    """All of its weight, to the bit, though weights do not sum to one exactly."""
+    own = parse("exponential", 32).round(0).neighbours(0)
+    inbox = mark_like(torch.ones(64), 1)
+    exchange = Exchange(own.self_weight, inbox, all_or_none=False)
+    for sender, weight in zip(own.receives.workers, own.receives.weights, strict=True):
+        exchange.take(mark_like(inbox, int(sender)), int(sender), float(weight))
+    assert exchange.self_weight == 1.0
+
+
+def test_statistics_that_are_not_finite_are_not_given_away() -> None:
+    """Running statistics are part of an average that is saved."""
+
+    def body(group: ProcessGroup) -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        optimizer = optimizer_of(model.parameters())
+        gossip = decentralize(model, optimizer, "ring", process_group=group)
+        if group.rank() == 1:
+            dict(model.named_buffers())["1.running_mean"].fill_(torch.nan)
+        with pytest.raises(NonFiniteError, match="those of rank 1"):
+            gossip.averaged_state_dict()
+        gossip.close()
+
+    run_ranks(2, body)
 
 
 def test_marks_name_their_ranks_in_a_sum() -> None:

@@ -61,9 +61,10 @@ class AllGather:
         rows = row.new_empty(self._connections.size, len(row))
         rows[0] = row
         # Tasks run in the order in which they were begun, which is the same on all ranks, so a
-        # message cannot be taken for another gather's. Those of another size have other tags:
-        # Gloo ends a process that gets more bytes than it has room for.
-        done = self._collector.submit(lambda: self._exchange(rows, _TAG + rows[0].nbytes, what))
+        # message cannot be taken for another gather's. Those of another kind or size have other
+        # tags: Gloo ends a process that gets more bytes than it has room for.
+        tag = (2 * _TAG if row.is_floating_point() else _TAG) + row.nbytes
+        done = self._collector.submit(lambda: self._exchange(rows, tag, what))
 
         def collect() -> Tensor:
             done.result()

@@ -1,8 +1,8 @@
 """Why an exchange failed, and which rank stopped first.
 
 Note [Finding the cause]
-With Gloo a wait that times out breaks every connection of its rank, so one failure becomes many,
-and the peer that an error names may be healthy. Therefore each rank posts a notice: when it fails,
+With Gloo a wait that times out breaks its connection, so one failure becomes many, and the peer
+that an error names may be healthy. Therefore each rank posts a notice: when it fails,
 when it ends, and when it has been blocked for a while. A notice names the ranks that its author
 waited for. From a rank's own notice one follows these names until a rank that posted none, which is
 the one that is gone or stalled, or until a notice that explains itself: an exception, an end, a
@@ -40,8 +40,8 @@ _NO_ANSWER = Cause(
 _UNFINISHED = Cause("the cause is not known, because the rank that looked for it is gone", None)
 
 _FEW = 16
-"""How many peers a rank asks by itself. If all ranks of a failed collective asked all others, the
-store would have n² questions to answer."""
+"""Ranks that each look for the cause by themselves. If more all asked for all others' notices, the
+store would have n² questions to answer; so one of them looks, and the others take its word."""
 
 
 def find_cause(board: NoticeBoard, own: Notice, *, lost: bool) -> Cause:
@@ -56,7 +56,7 @@ def find_cause(board: NoticeBoard, own: Notice, *, lost: bool) -> Cause:
 
     def search() -> Cause:
         board.post(own)
-        if len(own.peers) <= _FEW:
+        if board.size <= _FEW:
             return _search(board, own, lost=lost)
         if board.store.add("searches", 1) > 1:
             return _await_conclusion(board)
@@ -89,6 +89,9 @@ def _search(board: NoticeBoard, own: Notice, *, lost: bool) -> Cause:
             return _explain_call(board, notice)
         peer, found = _next_notice(board, notice, final=lost and notice is own)
         if found is None:
+            first = board.first_failure()
+            if first is not None and not first.peers:  # the peer may only be late
+                return _end_of(first)
             saw_it_go = lost and len(seen) == 1
             return Cause(f"rank {peer} is {'gone' if saw_it_go else 'gone or stalled'}", peer)
         if found.mixes_otherwise(notice):
@@ -122,12 +125,14 @@ def _explain_call(board: NoticeBoard, notice: Notice) -> Cause:
 def _explain_end(board: NoticeBoard, own: Notice, notice: Notice) -> Cause:
     """A peer ended its gossip before this rank: it is behind, or this rank is ahead of most."""
     deadline = time.monotonic() + board.search_s / 2
+    pause = 0.02
     others = [rank for rank in range(board.size) if rank != own.rank]
     while True:
         found = [board.notice_of(rank) for rank in others]
         if all(found) or time.monotonic() >= deadline:
             break
-        time.sleep(0.02)
+        time.sleep(pause)
+        pause *= 1.5
     ended = [n.rank for n in found if n is not None and n.ended and n.step == notice.step]
     if 2 * len(ended) < board.size:
         return _end_of(notice)

@@ -11,7 +11,6 @@ import ctypes
 import hashlib
 import time
 from collections.abc import Callable, Generator
-from datetime import timedelta
 from functools import partial
 from typing import cast, final
 
@@ -29,8 +28,11 @@ from gossamer.gossip.failures import FailureDetector
 from gossamer.gossip.gloo import Gloo
 from gossamer.gossip.notices import name_ranks
 
-_LOOK_EVERY = timedelta(seconds=1)
+_LOOK_EVERY_S = 1.0
 """How often a rank that waits for a connection looks whether others have failed."""
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
+"""Between two questions whether a peer has come."""
 
 
 @final
@@ -60,12 +62,16 @@ class Connections:
 
     def open(self, members: tuple[int, ...], purpose: str) -> ProcessGroup:
         """Connect these ranks for collectives; waits for them, so all open in one order."""
-        with self._explained("connections", self.others_in(members)):
+        what, others = "connections", self.others_in(members)
+        self.detector.awaits(what, others)
+        with self.detector.blocked(), self._explained(what, others):
             # A backend by itself has the methods that we call.
             group = cast(ProcessGroup, self._make_group(members, purpose))
         self._opened.append(group)
         # Nobody may be met for the first time later; see gloo's Note [Lazy connections].
-        self.begin_sum(group, members, torch.zeros(1, device=self.device), "connections")()
+        wait = self.begin_sum(group, members, torch.zeros(1, device=self.device), what)
+        with self.detector.blocked():
+            wait()
         return group
 
     def _make_group(self, members: tuple[int, ...], purpose: str) -> object:
@@ -111,15 +117,19 @@ class Connections:
     def _await_peer(self, store: Store, peer: int) -> None:
         """Return when the peer has come to connect; raise where it will not."""
         store.set(f"here/{self.rank}", "")
-        deadline = time.monotonic() + self.detector.timeout.total_seconds()
-        while True:
-            left = timedelta(seconds=max(deadline - time.monotonic(), 0.01))
-            try:
-                return store.wait([f"here/{peer}"], min(left, _LOOK_EVERY))
-            except RuntimeError:
-                board = self.detector.board
-                if left <= _LOOK_EVERY or self.detector.broken or not board.will_come(peer):
-                    raise
+        began = looked = time.monotonic()
+        pause_s = _FIRST_PAUSE_S
+        # By questions: while a store's own wait lasts, other threads cannot ask it anything.
+        while not store.check([f"here/{peer}"]):
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            now = time.monotonic()
+            if now - began > self.detector.timeout.total_seconds():
+                raise RuntimeError("timed out")
+            if now - looked > _LOOK_EVERY_S:
+                looked = now
+                if self.detector.broken or not self.detector.board.will_come(peer):
+                    raise RuntimeError("a rank has failed or ended")
 
     def lane(self, sender: int, receiver: int) -> ProcessGroup:
         """Return an open connection, on which the sender is rank 0 and the receiver rank 1."""
@@ -173,6 +183,7 @@ class Connections:
                 dist.destroy_process_group(group)
         self._opened.clear()
         self._lanes.clear()
+        self._gloo.close()
 
     def keep_until_exit(self) -> None:
         """Keep all connections until the process is gone, whatever the interpreter lets go of."""

@@ -133,7 +133,7 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
     detector = FailureDetector(board)
     detector.watch()
     with detector.leaving_on_error(), torch.no_grad():
-        network = Network(group, detector, trained[0].device, rounds=_grouped_rounds(schedule))
+        network = Network(group, detector, trained[0].device, rounds=_rounds_to_connect(schedule))
         for tensor in (*model.parameters(), *model.buffers()):
             network.collectives.broadcast_(tensor)
         replica = Replica(model, trained, rule, bucket_mb)
@@ -159,7 +159,7 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
         return Gossip(schedule, source, meter, Worker(replica, step, mixer, network, model_state))
 
 
-def _grouped_rounds(schedule: Schedule) -> Iterable[Round]:
+def _rounds_to_connect(schedule: Schedule) -> Iterable[Round]:
     """Return the rounds whose groups are worth a process group each, which costs sockets.
 
     Schedules with a longer period average in groups by messages.

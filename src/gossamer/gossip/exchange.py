@@ -36,7 +36,8 @@ class Exchange:
     @property
     def self_weight(self) -> float:
         """The weight that the worker keeps on its own parameters, after what was left out."""
-        return 1.0 if self.left_out and self._all_or_none else self._kept
+        nothing_came = not self.includes_self and not self._received  # the inbox may hold a mark
+        return 1.0 if nothing_came or (self.left_out and self._all_or_none) else self._kept
 
     def after(self, waits: Iterable[Callable[[], object]]) -> Exchange:
         """Return itself, with what has to be waited for, in this order."""

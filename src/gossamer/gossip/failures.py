@@ -100,11 +100,11 @@ class FailureDetector:
     @contextlib.contextmanager
     def blocked(self) -> Generator[None]:
         """Note that training stands still in the meantime; a thread tells others if it is long."""
-        self._blocked_since = time.monotonic()
+        outer, self._blocked_since = self._blocked_since, self._blocked_since or time.monotonic()
         try:
             yield
         finally:
-            self._blocked_since = None
+            self._blocked_since = outer
 
     def watch(self) -> None:
         """Begin to tell the others when this rank is blocked for long, from a thread."""

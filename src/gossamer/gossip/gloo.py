@@ -22,6 +22,10 @@ from torch.distributed import ProcessGroupGloo, Store  # pyright: ignore[reportP
 
 _gloo: Any = ProcessGroupGloo  # torch has neither public names nor types for options and devices
 
+_LONGEST_CONNECTING = timedelta(minutes=1)
+"""For two ranks of which each knows that the other is there: one that dies now says nothing. What
+waits for a message later brings its own timeout."""
+
 
 @final
 class Gloo:
@@ -38,7 +42,7 @@ class Gloo:
     def group(self, store: Store, rank: int, size: int) -> ProcessGroupGloo:
         """Return a group for collectives; see Note [Lazy connections]."""
         # On a device of its own: lazy groups that shared one would take each other's connections.
-        return self._make(store, rank, size, _make_devices(lazy=True), threads=2)
+        return self._make(store, rank, size, _make_devices(lazy=True), self._timeout, threads=2)
 
     def lane(self, store: Store, rank: int, direction: str) -> ProcessGroupGloo:
         """Return a group of ranks 0 and 1 for messages; waits for the other one.
@@ -52,15 +56,27 @@ class Gloo:
         if direction not in self._lane_devices:
             self._lane_devices[direction] = _make_devices(lazy=False)
         # Threads are for collectives; a device serves messages by itself.
-        return self._make(store, rank, 2, self._lane_devices[direction], threads=0)
+        timeout = min(self._timeout, _LONGEST_CONNECTING)
+        return self._make(store, rank, 2, self._lane_devices[direction], timeout, threads=0)
+
+    def close(self) -> None:
+        """Let go of sockets and threads, as soon as no lane uses them."""
+        self._lane_devices.clear()
 
     def _make(
-        self, store: Store, rank: int, size: int, devices: list[Any], *, threads: int
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        devices: list[Any],
+        timeout: timedelta,
+        *,
+        threads: int,
     ) -> ProcessGroupGloo:
         options = _gloo._Options()
         options._devices = devices
         options._threads = threads * len(devices)
-        options._timeout = self._timeout
+        options._timeout = timeout
         return ProcessGroupGloo(store, rank, size, options)
 
 

@@ -47,7 +47,9 @@ class Network:
         self.transport = Transport(self._connections, self.telemetry, rounds=rounds)
 
     def close(self) -> None:
-        """Leave all groups; nothing may be in flight."""
+        """Leave all groups, when gathers in flight have ended; no exchange may be."""
+        # A thread of ours that waits in Gloo must not be woken when the interpreter is gone.
+        self.collectives.wait_idle(self.detector.timeout.total_seconds())
         self.transport.close()
         self.collectives.close()
         self._connections.close()

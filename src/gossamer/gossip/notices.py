@@ -94,7 +94,7 @@ class NoticeBoard:
         """Show this rank's notice in place of the one before."""
         self.store.set(f"notice/{self.rank}", json.dumps(asdict(notice)))
         if notice.final and not notice.ended:
-            self.store.set("failed", "")
+            self.store.compare_set("failed", "", str(self.rank))  # the first one's stays
 
     def take_back(self) -> None:
         """Remove this rank's notice: it went on."""
@@ -107,6 +107,11 @@ class NoticeBoard:
         """
         notice = self.notice_of(peer)
         return not self.store.check(["failed"]) and (notice is None or not notice.final)
+
+    def first_failure(self) -> Notice | None:
+        """Return what the rank that failed first shows, if any has."""
+        failed = self._get("failed")
+        return self.notice_of(int(failed)) if failed else None
 
     def notice_of(self, rank: int) -> Notice | None:
         """Return what a rank shows, if anything."""

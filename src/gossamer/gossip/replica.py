@@ -44,6 +44,11 @@ class Replica:
         """Whether its tensors are the model's own again."""
         return not self.buckets
 
+    @property
+    def averaged(self) -> list[Tensor]:
+        """What is averaged over workers: parameters, and where it is the rule, statistics."""
+        return [*self.buckets, *self._averaged]
+
     @torch.no_grad()
     def averages(self, average: Callable[[Tensor], Tensor]) -> Generator[tuple[Tensor, Tensor]]:
         """Yield each tensor that is averaged with its mean over all workers.
@@ -63,13 +68,12 @@ class Replica:
     @contextlib.contextmanager
     def restored(self) -> Generator[None]:
         """Put back, bit for bit, what the code of a block changes."""
-        tensors = [*self.buckets, *self._averaged]
-        saved = [tensor.detach().clone() for tensor in tensors]
+        saved = [tensor.detach().clone() for tensor in self.averaged]
         try:
             yield
         finally:
             with torch.no_grad():
-                for tensor, before in zip(tensors, saved, strict=True):
+                for tensor, before in zip(self.averaged, saved, strict=True):
                     tensor.copy_(before)
 
     def release(self) -> None:

@@ -125,7 +125,7 @@ class Worker:
             call: what asks for it.
             refuses: whether that is an error, on all ranks.
         """
-        norms = measured_norms([bucket.unsqueeze(0) for bucket in self.replica.buckets])
+        norms = measured_norms([tensor.unsqueeze(0) for tensor in self.replica.averaged])
         own = int(np.isnan(norms).any())
         flags = self.network.collectives.begin_gather(own, f"the look at parameters in {call}")()
         ranks = [rank for rank, flag in enumerate(flags) if flag]
@@ -172,11 +172,14 @@ class Worker:
         self.network.detector.leave(
             "ended without close()" if raised is None else f"raised {describe(raised)}"
         )
+        patience_s = _EXIT_WAIT_S if raised is None else _EXIT_WAIT_AFTER_ERROR_S
         if self.mixer.state is MixerState.IN_FLIGHT:
             _log.warning("gossip was not closed; waiting for the exchange in flight")
             waiter = threading.Thread(target=_drain_quietly, args=(self.mixer,), daemon=True)
             waiter.start()
-            waiter.join(_EXIT_WAIT_S if raised is None else _EXIT_WAIT_AFTER_ERROR_S)
+            waiter.join(patience_s)
+        if not self.network.detector.broken:
+            self.network.collectives.wait_idle(patience_s)
         # Each rank after another time: while one ends, the others still wait for its end.
         share = (1 + self.network.rank) / self.network.size
         self.network.abandon(share * _EXIT_WAIT_AFTER_ERROR_S)
