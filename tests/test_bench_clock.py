@@ -13,7 +13,7 @@ from gossamer.bench import expand
 from gossamer.bench.analysis import analyse
 from gossamer.bench.experiment import parse
 from gossamer.bench.matrix import Matrix
-from gossamer.bench.modelled import Clock, make_clock
+from gossamer.bench.modelled import Clock, Mark, make_clock
 from gossamer.bench.planned import planned_runs
 from gossamer.bench.report.figures import figures
 from gossamer.bench.report.reading import Reader
@@ -49,10 +49,10 @@ def clock(tmp_path: Path) -> Clock:
     return Clock(profile=path)
 
 
-def seconds(clock: Clock, spec: RunSpec, copies: float = 0.0, steps: int = 60) -> list[float]:
+def seconds(clock: Clock, spec: RunSpec, copies: float = 0.0, degree: int = 2) -> list[float]:
     """Return the time of every tenth step of a run that sends so many copies in each."""
-    spent = [(step, step * copies * PARAMETER_BYTES) for step in range(10, steps + 1, 10)]
-    found = clock.seconds(spec.model_dump(), PARAMETER_BYTES, spent)
+    marks = [Mark(step, step * copies * PARAMETER_BYTES, degree) for step in range(10, 61, 10)]
+    found = clock.seconds(spec.model_dump(), PARAMETER_BYTES, marks)
     assert found is not None
     return found
 
@@ -87,6 +87,20 @@ def test_a_controller_pays_for_its_rounds_and_its_sketches(clock: Clock) -> None
     assert found[-1] == pytest.approx(60 * (COMPUTE_S + 5 * COPY_S + sketches_s))
 
 
+def test_a_controller_s_all_reduces_are_told_from_its_rounds() -> None:
+    """As many bytes in one all-reduce of eight as in 7/8 of a round of the ring: 14 latencies in
+    place of 7/4.
+    """
+    clock = Clock("24mbit", compute_s={"digits-mlp": COMPUTE_S})
+    held = spec_of("D_ring", control="exact")
+    latency_s, copies = link_of("24mbit").latency_s, 2 * 7 / 8
+    sketches_s = 7 * 8 * 509 * 8 / LINK.bits_s + 3 * latency_s
+    both_s = COMPUTE_S + copies * COPY_S + sketches_s
+    found = {degree: seconds(clock, held, copies, degree)[-1] for degree in (2, 7)}
+    assert found[2] == pytest.approx(60 * (both_s + 7 / 4 * latency_s))
+    assert found[7] == pytest.approx(60 * (both_s + 14 * latency_s))
+
+
 def test_a_graph_that_thins_out_gets_faster(clock: Clock) -> None:
     """Ada takes 10 ms on the wire for every neighbour that it has by then."""
     ada = spec_of("D_ada(k0=6, gamma=1)")
@@ -101,15 +115,20 @@ def test_a_stated_time_is_of_the_run_s_own_model() -> None:
     """Twice the parameters take twice the wire; a workload without a time has none."""
     clock = Clock("24mbit", compute_s={"digits-mlp": COMPUTE_S})
     ring = spec_of("D_ring").model_dump()
-    once, twice = (clock.seconds(ring, PARAMETER_BYTES * k, [(1, 0.0)]) for k in (1, 2))
+    once, twice = (clock.seconds(ring, PARAMETER_BYTES * k, [Mark(1, 0.0, 2)]) for k in (1, 2))
     assert once
     assert twice
     latency_s = 2 * link_of("24mbit").latency_s
     assert once[0] == pytest.approx(COMPUTE_S + 2 * COPY_S + latency_s)
     assert twice[0] == pytest.approx(COMPUTE_S + 4 * COPY_S + latency_s)
-    assert clock.seconds(ring, 0, [(1, 0.0)]) is None
-    assert clock.seconds(ring | {"workload": "quadratic"}, PARAMETER_BYTES, [(1, 0.0)]) is None
-    assert clock.seconds(ring | {"topology": "my.py:graph"}, PARAMETER_BYTES, [(1, 0.0)]) is None
+    assert clock.seconds(ring, 0, [Mark(1, 0.0, 2)]) is None
+    assert (
+        clock.seconds(ring | {"workload": "quadratic"}, PARAMETER_BYTES, [Mark(1, 0.0, 2)]) is None
+    )
+    assert (
+        clock.seconds(ring | {"topology": "my.py:graph"}, PARAMETER_BYTES, [Mark(1, 0.0, 2)])
+        is None
+    )
 
 
 def test_cycles_are_counted_to_their_end() -> None:

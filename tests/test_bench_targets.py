@@ -147,13 +147,15 @@ def test_profiles_compare_what_all_methods_were_run_at() -> None:
     assert analysis.profiles.equals(analyse(four_settings(), targets=TARGET).profiles)
 
 
-def test_a_repetition_on_processes_is_no_method_of_its_own() -> None:
-    """Its measured seconds are told, and profiles have the simulated ones alone."""
+def test_runs_on_processes_are_no_methods_of_a_profile_of_simulations() -> None:
+    """Their measured seconds are told; by themselves they have profiles, too."""
     specs = [spec_of("D_ring"), spec_of("D_ring", engine="distributed")]
     analysis = analyse([story_of(spec, 0.9) for spec in specs], targets=TARGET)
-    real = analysis.targets.filter(pl.col("twin"))
+    real = analysis.targets.filter(engine="distributed")
     assert real["train_s"].to_list() == [0.1]
     assert set(analysis.profiles["method"]) == set(analysis.scores["method"]) == {"D_ring"}
+    alone = analyse([story_of(specs[1], 0.9)], targets=TARGET)
+    assert "train_s" in alone.profiles["cost"].to_list()
 
 
 def test_the_report_shows_targets_and_profiles(tmp_path: Path) -> None:

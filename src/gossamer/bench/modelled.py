@@ -124,6 +124,17 @@ class ModelledTime:
         return max(1, int(self._seconds / self._known[rounds]))
 
 
+class Mark(NamedTuple):
+    """How far a run was at a record."""
+
+    step: int
+    bytes_sent: float
+    """By the average worker."""
+
+    degree: int
+    """The most neighbours that any worker had."""
+
+
 @final
 class Clock:
     """Tells what runs would have taken by each of their records, on links that they never had.
@@ -167,16 +178,17 @@ class Clock:
         )
 
     def seconds(
-        self, spec: Mapping[str, Any], parameter_bytes: int, spent: Sequence[tuple[int, float]]
+        self, spec: Mapping[str, Any], parameter_bytes: int, marks: Sequence[Mark]
     ) -> list[float] | None:
         """Return the modelled seconds at each of some steps; None where they cannot be known.
 
-        A controller's rounds are counted by what workers have sent from one to the next.
+        A controller's rounds are counted by what workers have sent from one mark to the next, and
+        are all-reduces where everyone is everyone's neighbour at the latter.
 
         Args:
             spec: of the run.
             parameter_bytes: that one worker trains; 0 where that is not known.
-            spent: the steps, from the first to the last, and what the average worker had sent.
+            marks: the steps, from the first to the last.
         """
         rounds = _Rounds(
             spec["workers"],
@@ -190,15 +202,18 @@ class Clock:
         if steps is None or not _is_known(rounds) or (rounds.controlled and not parameter_bytes):
             return None
         total_s, found = 0.0, list[float]()
-        before, before_bytes = 0, 0.0
-        for step, sent in spent:
-            if step > before:
-                at, each = (before + step) // 2, float(spec["gossip_steps"])
+        before = Mark(0, 0.0, 0)
+        for mark in marks:
+            num_steps, at = mark.step - before.step, (before.step + mark.step) // 2
+            if num_steps:
+                own, repeats = rounds, float(spec["gossip_steps"])
                 if rounds.controlled:
-                    usual = parameter_bytes * rounds.copies_per_step(at)
-                    each = (sent - before_bytes) / (step - before) / usual if usual else 0.0
-                total_s += (step - before) * steps.mean_s(rounds, at, each)
-            before, before_bytes = step, sent
+                    if mark.degree == rounds.workers - 1:
+                        own = rounds._replace(topology="complete")
+                    usual = num_steps * parameter_bytes * own.copies_per_step(at)
+                    repeats = (mark.bytes_sent - before.bytes_sent) / usual if usual else 0.0
+                total_s += num_steps * steps.mean_s(own, at, repeats)
+            before = mark
             found.append(total_s)
         return found
 

@@ -58,7 +58,7 @@ def targets(runs: pl.DataFrame) -> pl.DataFrame:
     )
     for key, group in ended.group_by([*SETTING, "method"], maintain_order=True):
         row: dict[str, Any] = dict(zip([*SETTING, "method"], key, strict=True))
-        row |= {name: group[name][0] for name in ("metric", "target", "twin")}
+        row |= {name: group[name][0] for name in ("metric", "target", "engine")}
         row |= {
             "runs": len(group),
             "reached": group["target_step"].is_not_null().sum(),
@@ -92,7 +92,7 @@ def profiles(found: pl.DataFrame) -> pl.DataFrame:
     solves, by the median seed. One row for each step of the curve, the first at a ratio of 1.
 
     Args:
-        found: as ``targets`` returns it. Runs on processes that repeat simulated ones are left out.
+        found: as ``targets`` returns it. Where there are simulated runs, only these are meant.
     """
     rows: list[dict[str, Any]] = []
     for cost in COSTS:
@@ -132,7 +132,8 @@ def scores(found: pl.DataFrame) -> pl.DataFrame:
 
 def _ratios(found: pl.DataFrame, cost: str) -> dict[str, list[float]]:
     """Return each method's cost over the least of any, at every setting; ∞ where it fails."""
-    chosen = found.filter(~pl.col("twin"))
+    simulated = found.filter(pl.col("engine") == "simulated")
+    chosen = simulated if len(simulated) else found
     methods = chosen["method"].unique(maintain_order=True).to_list()
     ratios: dict[str, list[float]] = {method: [] for method in methods}
     for _, group in chosen.group_by(SETTING, maintain_order=True):
@@ -159,7 +160,7 @@ _TARGET_SCHEMA: dict[str, Any] = {
     "method": pl.String,
     "metric": pl.String,
     "target": pl.Float64,
-    "twin": pl.Boolean,
+    "engine": pl.String,
     "runs": pl.Int64,
     "reached": pl.Int64,
     "diverged": pl.Int64,

@@ -5,17 +5,22 @@ from __future__ import annotations
 import polars as pl
 
 from gossamer.bench.analysis.tabulate import RunRows
-from gossamer.bench.modelled import Clock
+from gossamer.bench.modelled import Clock, Mark
 
 
 def timed(rows: RunRows, clock: Clock | None) -> RunRows:
     """Return rows with ``modelled_s``, where a clock tells it."""
     if clock is None:
         return rows
-    known = pl.concat([t.select("step", "bytes_sent") for t in (rows.steps, rows.evaluations)])
-    known = known.unique("step").sort("step")
-    spent = list(known.iter_rows())
-    found = clock.seconds(rows.run["spec"], rows.run["parameter_bytes"] or 0, spent)
+    steps = rows.steps.select("step", "bytes_sent", "degree")
+    looks = rows.evaluations.select("step", "bytes_sent", degree=pl.lit(None, pl.Int64))
+    known = pl.concat([steps, looks]).unique("step", keep="first").sort("step")
+    # Between two records of steps, the latter says what was decided.
+    degree = pl.col("degree").fill_null(strategy="backward").fill_null(strategy="forward")
+    marks = known.with_columns(degree.fill_null(0)).iter_rows()
+    found = clock.seconds(
+        rows.run["spec"], rows.run["parameter_bytes"] or 0, [*map(Mark._make, marks)]
+    )
     if found is None or not found:
         return rows
     seconds = known.select("step", modelled_s=pl.Series(found, dtype=pl.Float64))
