@@ -294,7 +294,7 @@ def test_fewer_than_five_graphs_have_no_p() -> None:
         for row in found.filter(pl.col("observation") == observation).iter_rows(named=True):
             assert (abs(row["rho"]), row["p"], row["units"]) == (pytest.approx(1), None, 3)
             assert row["least_p"] == pytest.approx(1 / 3)
-            assert "3 graphs, of which no order has a p below 0.33" in row["note"]
+            assert "3 graphs: not even a perfect order has a p below 0.33" in row["note"]
 
 
 def test_a_seed_that_not_all_graphs_have_is_left_out() -> None:
@@ -306,6 +306,16 @@ def test_a_seed_that_not_all_graphs_have_is_left_out() -> None:
     ]
     row = one(analyse(stories).observations, observation="connections", workers=64)
     assert (row["rho"], row["runs"]) == (pytest.approx(1), 12)
+
+
+def test_a_metric_that_is_no_number_is_in_no_order() -> None:
+    """One graph ends with NaN: the other five are told as if it were not there."""
+    six = {name: 0.8 + place / 100 for place, name in enumerate(GRAPHS)}
+    five = analyse([story_of(spec_of(n, 64), v) for n, v in six.items() if n != "D_torus"])
+    with_nan = six | {"D_torus": math.nan}
+    found = analyse([story_of(spec_of(n, 64), v) for n, v in with_nan.items()])
+    assert found.observations.filter(workers=64).equals(five.observations.filter(workers=64))
+    assert one(found.observations, observation="connections", workers=64)["units"] == 5
 
 
 def test_the_same_trajectory_counts_once() -> None:

@@ -97,12 +97,15 @@ def graph_means(runs: pl.DataFrame, repeated: pl.DataFrame, values: Sequence[str
     Args:
         runs: of ``Tables``, with columns for the values.
         repeated: as ``repeats`` returns it; these are no witnesses.
-        values: names of columns. A run that lacks one of them is left out.
+        values: names of columns. A run that lacks one of them is left out, and so is one whose
+            metric is no finite number.
     """
     counted = runs.filter(pl.col("quality").is_not_null(), ~pl.col("twin")).join(
         repeated, on=["workload", "workers", "method"], how="anti", maintain_order="left"
     )
-    counted = counted.drop_nulls(list(values))
+    counted = counted.drop_nulls(list(values)).filter(
+        pl.all_horizontal(pl.col("quality", *values).is_finite())
+    )
     within = ["workload", "workers", "variant"]
     shared = pl.col("graph").n_unique().over([*within, "seed"]) == pl.col("graph").n_unique().over(
         within

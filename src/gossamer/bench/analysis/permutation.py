@@ -48,7 +48,7 @@ class Association(NamedTuple):
     """As if this quantity were the only one."""
 
     least_p: float | None = None
-    """The p of a perfect order: no result of these units has a smaller one."""
+    """The p of a perfect order, the smallest that so few units reach."""
 
     slope: float | None = None
     """Change of the result per unit of the quantity, by least squares within strata."""
@@ -85,8 +85,8 @@ def associations(
     """
     num_tests = np.shape(quantity_CT)[1]
     num = len(set(itertools.compress(units, _compared(strata))))
-    if num < 3:
-        note = f"fewer than 3 {noun} can be compared, and at least {FEWEST} are needed"
+    if num < 2:
+        note = f"no two {noun} can be compared, and at least {FEWEST} are needed"
         return [Association(units=num, note=note)] * num_tests
     test = _Test(units, strata, result_C, quantity_CT)
     return [test.association(number, num, noun) for number in range(num_tests)]
@@ -144,7 +144,7 @@ class _Test:
         slope = float(above + below) / 2
         told = Association(rho, least_p=least_p, slope=slope, units=num)
         if num < FEWEST or least_p >= LEVEL:
-            note = f"{num} {noun}, of which no order has a p below {least_p:.2g}"
+            note = f"{num} {noun}: not even a perfect order has a p below {least_p:.2g}"
             return told._replace(note=note)
         least = self._critical - ROUNDING
         return told._replace(

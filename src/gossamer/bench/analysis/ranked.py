@@ -46,7 +46,7 @@ class Ranked:
         """
         x_C = self.x_CT[:, number]
         first, second = self._pairs
-        apart = np.abs(x_C[first] - x_C[second]) > ROUNDING * np.ptp(x_C)
+        apart = self.ranks_CT[first, number] != self.ranks_CT[second, number]
         first, second = first[apart], second[apart]
         slopes_KB = np.sort(
             (values_KC[:, first] - values_KC[:, second]) / (x_C[first] - x_C[second]), axis=1

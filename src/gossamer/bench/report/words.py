@@ -111,11 +111,12 @@ def slopes(row: dict[str, Any]) -> str:
 def signed(value: float, digits: int | None = None) -> str:
     """Return a correlation, or another number with so many significant digits.
 
-    >>> signed(-0.5), signed(0.01234, 2), signed(-1e-17, 2)
-    ('−0.50', '+0.012', '0')
+    >>> signed(-0.5), signed(-0.001), signed(0.01234, 2), signed(-1e-17, 2)
+    ('−0.50', '0.00', '+0.012', '0')
     """
     if digits is None:
-        return f"{value:+.2f}".replace("-", "−")
+        value = round(value, 2)
+        return f"{value:+.2f}".replace("-", "−") if value else "0.00"
     return f"{value:+.{digits}g}".replace("-", "−") if abs(value) > 1e-12 else "0"
 
 
