@@ -274,6 +274,18 @@ class Forbidden:
         raise AssertionError("looked at")
 
 
+def test_a_method_is_tuned_or_has_a_rate() -> None:
+    """Runs at the recipe's rate would be pooled with those at the best one; a name tells them."""
+    fixed = TEXT.replace("tune =", "# tune =")
+    both = fixed + "\n[[include]]\nseeds = [3]\ntune = { lr = [0.1, 0.2] }\n"
+    with pytest.raises(
+        UserError, match="'C_complete' with both on 4 workers; give it another name"
+    ):
+        expand(tuned(both))
+    named = both + 'methods = [{ name = "tuned ring", method = "D_ring" }]\n'
+    assert {spec.method for spec in expand(tuned(named)).runs} >= {"D_ring", "tuned ring"}
+
+
 def test_a_trial_never_sees_the_test_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """It runs where there are none; the run that is compared does not."""
     make = RunSpec.make_workload

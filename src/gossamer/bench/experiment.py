@@ -175,7 +175,7 @@ class Block(_Strict):
         listed = [self.workload, self.engine, self.workers, self.methods, self.seeds]
         runs = math.prod(map(len, [*listed, *self.axes.values()]))
         trials = len(self.tune.lr) * len(self.tune.seeds) if self.tune else 0
-        return runs * (1 + trials)
+        return runs + runs // len(self.seeds) * trials
 
 
 class Experiment(Block):

@@ -55,6 +55,7 @@ def expand(experiment: Experiment, outcomes: Outcomes | None = None) -> Matrix:
     experiment.by_workload("target")
     matrix = _MatrixBuilder(experiment)
     settings: dict[str, Setting] = {}
+    untuned: list[RunSpec] = []
     for block in experiment.blocks:
         limited = _limiter(block.budget, folder)
         for point in _points(block, folder):
@@ -63,9 +64,12 @@ def expand(experiment: Experiment, outcomes: Outcomes | None = None) -> Matrix:
                 continue
             if block.tune is None:
                 matrix.add(spec)
+                untuned.append(spec)
             else:
                 setting = Setting(point.common, block.tune)
                 settings.setdefault(setting.key, setting).add(spec)
+    for setting, spec in itertools.product(settings.values(), untuned):
+        setting.refuse_untuned(spec)
     studies = [setting.study(outcomes or {}, matrix.add) for setting in settings.values()]
     return matrix.finish(studies)
 

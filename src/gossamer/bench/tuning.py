@@ -128,6 +128,15 @@ class Setting:
             )
         runs[spec.seed] = spec
 
+    def refuse_untuned(self, spec: RunSpec) -> None:
+        """Raise where a run at a rate of its own would be taken for one of a method tuned here."""
+        tuned = next(iter(self._runs.get(spec.method, {}).values()), None)
+        if tuned is not None and changed(tuned, {"seed": spec.seed, "lr": spec.lr}) == spec:
+            raise UserError(
+                f"a method must be tuned or have its own rate, got {spec.method!r} with both on "
+                f"{spec.workers} workers; give it another name where it is not tuned"
+            )
+
     def study(self, outcomes: Outcomes, add: Callable[[RunSpec], str]) -> Study:
         """Return how far tuning is.
 
