@@ -13,7 +13,7 @@ from gossamer import workloads
 from gossamer.bench.analysis import MEASURES, PHASES, analyse
 from gossamer.bench.analysis.statistics import crossings, fit, interval
 from gossamer.bench.analysis.tabulate import tabulate
-from gossamer.bench.modelled import Clock
+from gossamer.bench.clock import Clock
 from gossamer.bench.store import Story
 from gossamer.records import Evaluation, Started
 from gossamer.workloads import Workload

@@ -11,9 +11,9 @@ import pytest
 
 from gossamer.bench import expand
 from gossamer.bench.analysis import analyse
+from gossamer.bench.clock import Clock, Mark, make_clock
 from gossamer.bench.experiment import parse
 from gossamer.bench.matrix import Matrix
-from gossamer.bench.modelled import Clock, Mark, make_clock
 from gossamer.bench.planned import planned_runs
 from gossamer.bench.report.figures import figures
 from gossamer.bench.report.reading import Reader

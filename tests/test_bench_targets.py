@@ -9,8 +9,8 @@ import pytest
 from gossamer.bench import expand
 from gossamer.bench.analysis import Analysis, analyse
 from gossamer.bench.analysis.targets import profiles, scores, targets
+from gossamer.bench.clock import Clock
 from gossamer.bench.experiment import parse
-from gossamer.bench.modelled import Clock
 from gossamer.bench.report.figures import figures
 from gossamer.bench.report.reading import Reader
 from gossamer.bench.report.writing import images, write_report

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from gossamer import workloads
+from gossamer.bench.clock import make_clock
 from gossamer.bench.experiment import Block, Budget, Experiment
 from gossamer.bench.methods import fields_of
-from gossamer.bench.modelled import ModelledTime, make_clock
+from gossamer.bench.modelled import ModelledTime
 from gossamer.bench.strict import validated
 from gossamer.bench.tuning import Outcomes, Setting, Study, changed
 from gossamer.engine import RunSpec

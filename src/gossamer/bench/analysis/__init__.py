@@ -27,7 +27,7 @@ from gossamer.bench.analysis.targets import profiles, scores
 from gossamer.bench.analysis.targets import targets as target_costs
 from gossamer.bench.analysis.timed import timed
 from gossamer.bench.analysis.tuned import sensitivity, tuning
-from gossamer.bench.modelled import Clock
+from gossamer.bench.clock import Clock
 from gossamer.bench.store import Story
 
 __all__ = ["MEASURES", "PHASES", "Analysis", "Tables", "analyse", "analyse_tables", "tabulate"]
@@ -87,7 +87,7 @@ def analyse(
 
     Args:
         stories: its runs.
-        clock: by which they get modelled seconds, as ``modelled.make_clock`` returns it.
+        clock: by which they get modelled seconds, as ``clock.make_clock`` returns it.
         targets: of workloads, in place of their own.
     """
     rows = [timed(rows, clock) for story in stories if (rows := rows_of(story))]

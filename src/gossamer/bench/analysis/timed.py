@@ -5,7 +5,7 @@ from __future__ import annotations
 import polars as pl
 
 from gossamer.bench.analysis.tabulate import RunRows
-from gossamer.bench.modelled import Clock, Mark
+from gossamer.bench.clock import Clock, Mark
 
 
 def timed(rows: RunRows, clock: Clock | None) -> RunRows:

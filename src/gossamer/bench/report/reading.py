@@ -14,9 +14,9 @@ import polars as pl
 from gossamer.bench.analysis import Analysis, analyse_tables
 from gossamer.bench.analysis.tabulate import RunRows, join, rows_of
 from gossamer.bench.analysis.timed import timed
+from gossamer.bench.clock import Clock, make_clock
 from gossamer.bench.experiment import Experiment, load
 from gossamer.bench.matrix import Skipped
-from gossamer.bench.modelled import Clock, make_clock
 from gossamer.bench.norms import summarise_norms
 from gossamer.bench.planned import UNKNOWN, PlannedRuns, read_planned
 from gossamer.bench.store import Stamps, Store

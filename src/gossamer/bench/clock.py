@@ -1,0 +1,174 @@
+"""Modelled time: what the steps of a run would take in a job on its links, by the runtime model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, final
+
+from gossamer.bench.experiment import Experiment
+from gossamer.bench.modelled import Rounds
+from gossamer.engine import CENTRALIZED
+from gossamer.errors import UserError
+from gossamer.registry import is_plugin, shorten
+from gossamer.runtime_model.methods import Job
+from gossamer.runtime_model.model import LONGEST_PERIOD, predict
+from gossamer.runtime_model.presets import from_seconds, link_of
+from gossamer.runtime_model.profile import Profile, read_profile
+
+
+class Mark(NamedTuple):
+    """How far a run was at a record."""
+
+    step: int
+    bytes_sent: float
+    """By the average worker."""
+
+    degree: int
+    """The most neighbours that any worker had."""
+
+
+@final
+class Clock:
+    """Tells what runs would have taken by each of their records, on links that they never had.
+
+    Args:
+        link: between nodes, such as ``300mbit``; by default the profile's.
+        profile: the file of the job that is timed, its sizes included.
+        compute_s: in place of a profile, seconds of a step without communication, by workload; the
+            sizes are those of the run, and every worker has a node for itself.
+    """
+
+    def __init__(
+        self,
+        link: str = "",
+        profile: Path | None = None,
+        compute_s: Mapping[str, float] | None = None,
+    ) -> None:
+        self._rate, self._link = link, link_of(link) if link else None
+        self._compute_s = {shorten(name): own for name, own in (compute_s or {}).items()}
+        self._measured = None if profile is None else read_profile(profile)
+        if self._measured and self._link:
+            self._measured = self._measured.with_between(self._link)
+        elif self._measured and self._measured.network.between is None:
+            raise UserError(
+                f"{profile} was taken on one node, so modelled time needs the link between nodes, "
+                'got none; write for example link = "25gbit"'
+            )
+        self._jobs: dict[tuple[str, int], _ModelledSteps] = {}
+
+    @property
+    def described(self) -> str:
+        """On what links which job is timed."""
+        if self._measured is None or self._measured.network.between is None:
+            each = ", ".join(f"{own:g} s for {name}" for name, own in self._compute_s.items())
+            return f"a step computes {each}; every worker has a link of {self._rate}"
+        network = self._measured.network
+        return (
+            f"the job of the profile “{self._measured.name}”, {self._measured.num_bytes / 1e6:.3g} "
+            f"MB of parameters, in nodes of {network.workers_per_node} with "
+            f"{self._rate or 'its own link'} between"
+        )
+
+    def seconds(
+        self, spec: Mapping[str, Any], parameter_bytes: int, marks: Sequence[Mark]
+    ) -> list[float] | None:
+        """Return the modelled seconds at each of some steps; None where they cannot be known.
+
+        A controller's rounds are counted by what workers have sent from one mark to the next, and
+        are all-reduces where everyone is everyone's neighbour at the latter.
+
+        Args:
+            spec: of the run.
+            parameter_bytes: that one worker trains; 0 where that is not known.
+            marks: the steps, from the first to the last.
+        """
+        rounds = Rounds(
+            spec["workers"],
+            spec["topology"],
+            spec["order"],
+            spec["steps_per_epoch"],
+            int(min(spec["epochs"] * spec["steps_per_epoch"], spec.get("max_steps") or math.inf)),
+            spec["control"] != "plain",
+        )
+        steps = self._steps_of(str(spec["workload"]), parameter_bytes)
+        if steps is None or not _is_known(rounds) or (rounds.controlled and not parameter_bytes):
+            return None
+        total_s, found = 0.0, list[float]()
+        before = Mark(0, 0.0, 0)
+        for mark in marks:
+            num_steps, at = mark.step - before.step, (before.step + mark.step) // 2
+            if num_steps:
+                own, repeats = rounds, float(spec["gossip_steps"])
+                if rounds.controlled:
+                    if mark.degree == rounds.workers - 1:
+                        own = rounds._replace(topology="complete")
+                    usual = num_steps * parameter_bytes * own.copies_per_step(at)
+                    repeats = (mark.bytes_sent - before.bytes_sent) / usual if usual else 0.0
+                total_s += num_steps * steps.mean_s(own, at, repeats)
+            before = mark
+            found.append(total_s)
+        return found
+
+    def _steps_of(self, workload: str, parameter_bytes: int) -> _ModelledSteps | None:
+        key = ("", 0) if self._measured else (shorten(workload), parameter_bytes)
+        if key not in self._jobs:
+            profile, compute_s = self._measured, self._compute_s.get(key[0])
+            if self._link and compute_s and parameter_bytes:
+                profile = from_seconds(compute_s, self._link, parameter_bytes)
+            if profile is None:
+                return None
+            self._jobs[key] = _ModelledSteps(profile)
+        return self._jobs[key]
+
+
+def make_clock(experiment: Experiment) -> Clock | None:
+    """Return the clock that an experiment asks for; None where it asks for none."""
+    if not experiment.link and not experiment.profile:
+        return None
+    profile = Path(experiment.folder) / experiment.profile if experiment.profile else None
+    return Clock(experiment.link, profile, experiment.by_workload("compute_s"))
+
+
+def _is_known(rounds: Rounds) -> bool:
+    """Return whether what a run exchanges can be told without its topology's code."""
+    if rounds.topology == CENTRALIZED:
+        return True
+    if is_plugin(rounds.topology):  # reading results runs nobody's code
+        return False
+    try:
+        return (rounds.schedule.period or 1) <= LONGEST_PERIOD
+    except UserError:  # a name that is gone
+        return False
+
+
+@final
+class _ModelledSteps:
+    """Steps of one job; runs with the same rounds share predictions."""
+
+    def __init__(self, profile: Profile) -> None:
+        self._profile = profile
+        self._known: dict[tuple[Rounds, int, int], float] = {}
+
+    def mean_s(self, rounds: Rounds, at: int, repeats: float) -> float:
+        """Return how long a step takes; between two whole numbers of rounds, some steps have each.
+
+        Args:
+            rounds: of the run.
+            at: a step. Where rounds repeat themselves, the mean over all is meant.
+            repeats: how often each round is done, in the mean.
+        """
+        fewer = math.floor(repeats)
+        least_s = self._of(rounds, rounds.slot(at), fewer)
+        if fewer == repeats:
+            return least_s
+        more_s = self._of(rounds, rounds.slot(at), fewer + 1)
+        return least_s + (repeats - fewer) * (more_s - least_s)
+
+    def _of(self, rounds: Rounds, at: int, repeats: int) -> float:
+        key = (rounds, at, repeats)
+        if key not in self._known:
+            job = Job.of(self._profile, rounds.workers)
+            self._known[key] = predict(rounds.method(job, at, repeats), job.trials()).mean_s
+        return self._known[key]
