@@ -71,6 +71,20 @@ def test_a_topology_that_would_not_fit_is_refused_before_it_is_built(
     assert said in refused("topology", name, "-n", workers)
 
 
+@pytest.mark.parametrize("given", [("-n", "100000"), ("--rounds", "1000")])
+def test_a_picture_is_of_a_bounded_size(tmp_path: Path, given: tuple[str, str]) -> None:
+    """A dense matrix of a hundred thousand workers is refused before the table is printed."""
+    path = str(tmp_path / "ring.html")
+    said = refused("topology", "random_matching", *given, "--html", path)
+    assert "a picture is of up to 4,096 workers and 32 rounds" in said
+
+
+def test_rounds_to_show_are_bounded() -> None:
+    """A schedule that never repeats itself would be listed for ever."""
+    result = CliRunner().invoke(app, ["topology", "random_matching", "--rounds", "1000000000"])
+    assert result.exit_code == 2
+
+
 def test_the_search_for_an_exact_average_ends_on_many_workers() -> None:
     """A ring of odd length has as many rounds as workers; two periods of it took hours."""
     assert rounds_to_consensus(topology.parse("one_peer_ring", 131_071)) is None

@@ -24,6 +24,10 @@ from gossamer.topology.spectrum import consensus_decay
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
+MAX_WORKERS = 4096
+"""Of a picture, whose matrix is dense before it is shrunk."""
+
+MAX_ROUNDS = 32
 _MAX_EDGES_DRAWN = 3000
 _MAX_EDGES_IN_THUMBNAIL = 400
 _MAX_MATRIX_SIDE = 200
@@ -37,8 +41,18 @@ _THUMBNAIL_DASHES = ("none", "7 4", "2 3", "8 3 2 3")
 INK, FAINT = "#1f2933", "#9aa5b1"
 
 
+def check_drawable(num_workers: int, num_rounds: int = 1) -> None:
+    """Raise where a picture would take gigabytes."""
+    if num_workers > MAX_WORKERS or num_rounds > MAX_ROUNDS:
+        raise UserError(
+            f"a picture is of up to {MAX_WORKERS:,} workers and {MAX_ROUNDS} rounds, got "
+            f"{num_workers:,} workers and {num_rounds}; draw a smaller one, which looks alike"
+        )
+
+
 def draw(schedule: Schedule, num_rounds: int = 4) -> Figure:
     """Return a figure of the first rounds: the graph of each with its matrix."""
+    check_drawable(schedule.num_workers, num_rounds)
     shown = first_rounds(schedule, num_rounds)
     rounds = [round for _, round in shown]
     alone = len(rounds) == 1  # graph and matrix side by side, else one above the other
@@ -79,6 +93,7 @@ def gallery(schedules: Sequence[Schedule], steps: int = 16) -> Figure:
 
     All schedules must be on the same number of workers.
     """
+    check_drawable(schedules[0].num_workers)
     columns = _GALLERY_COLUMNS
     graph_rows = math.ceil(len(schedules) / columns)
     left, right = columns // 2, columns - columns // 2

@@ -34,7 +34,7 @@ def topology_command(
             min=1, help="Parameters of the model, of 4 bytes each.", show_default="25.6e6"
         ),
     ] = 25.6e6,
-    rounds: Annotated[int, typer.Option(min=1, help="How many rounds to show.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, max=1000, help="How many rounds to show.")] = 4,
     html: Annotated[Path | None, typer.Option(help="Write a picture as a page.")] = None,
     png: Annotated[Path | None, typer.Option(help="Write a picture as an image.")] = None,
     as_json: Json = False,
@@ -49,6 +49,10 @@ def topology_command(
     from gossamer.topology.summary import summarize
 
     pictures = with_endings(html=html, png=png)
+    if pictures:
+        from gossamer.picture import check_drawable
+
+        check_drawable(workers, rounds)
     schedules, missing = _build(name, workers)
     summaries = [summarize(schedule) for schedule in schedules]
     if as_json:
