@@ -28,7 +28,7 @@ def validated(model: type[_Model], given: Mapping[str, Any], where: str) -> _Mod
         cause = first.get("ctx", {}).get("error")
         if isinstance(cause, UserError):
             raise type(cause)(f"{where}: {cause}") from cause
-        key = ".".join(map(str, first["loc"]))
+        key = ".".join(str(part)[:80] for part in first["loc"])
         if first["type"] == "extra_forbidden":
             hint = nearest(str(first["loc"][-1]), model.model_fields)
             raise UserError(f"{where} has no key {key!r}; {hint}") from None

@@ -158,7 +158,7 @@ def gamma(variance: float) -> DrawFactors:
     """Compute times from a gamma distribution: positive, with mean 1 and this variance."""
     if variance < 0:
         raise UserError(f"a variance must not be negative, got {variance}; use 0 for none")
-    if variance == 0:
+    if variance < 1e-12:  # one over less may not be finite
         return lambda rng, shape: np.ones(shape)
     return lambda rng, shape: rng.gamma(1 / variance, variance, shape)
 

@@ -193,7 +193,7 @@ def read_profile(path: Path) -> Profile:
 def _first(error: ValidationError) -> str:
     """Return what is wrong first, and where."""
     first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"]) or "the file"
+    where = ".".join(str(part)[:80] for part in first["loc"]) or "the file"
     return f"{where}: {first['msg']}"
 
 
