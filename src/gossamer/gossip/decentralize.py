@@ -45,7 +45,7 @@ _log = logging.getLogger(__name__)
 
 _ADVICE = (
     "%s on each worker's own small batch learns less per step than on averaged gradients; "
-    "gossamer.optim.AccumAdam%s.like(optimizer) makes up for it (docs/adam.md)"
+    "gossamer.optim.AccumAdam%s.like(optimizer) makes up for some of it (docs/adam.md)"
 )
 
 
