@@ -100,8 +100,11 @@ def ways_that_agree(
             np.testing.assert_allclose(training.step(), losses, *TOLERANCE, err_msg=way)
     for way, training in trainings.items():
         for name, own in sim.parameters.items():
-            theirs = training.parameters[name]
-            np.testing.assert_allclose(theirs, own.numpy(), *TOLERANCE, err_msg=f"{way}: {name}")
+            # By norms: of a million numbers a few always differ by more than rounding of each.
+            difference = float(np.linalg.norm(training.parameters[name] - own.numpy()))
+            relative, absolute = TOLERANCE
+            allowed = relative * float(own.norm()) + absolute * own.numel() ** 0.5
+            assert difference <= allowed, f"{way} differs in {name}: {difference} > {allowed}"
     return {way: training.step for way, training in trainings.items()}
 
 
