@@ -10,16 +10,13 @@ only parameters get that are not finite. All are interleaved. Prints JSON, then 
 from __future__ import annotations
 
 import json
-import statistics
-import time
 from collections.abc import Callable
 from typing import Annotated
 
 import torch
 import typer
-from torch import nn
 
-from benchmarks.sketch import step_of
+from benchmarks.interleaved import median_ms, mlp_step, transformer_step
 from gossamer.nonfinite import measured_norms
 
 _BUCKET = 6_250_000
@@ -45,12 +42,6 @@ def cost(parameters: int, repeats: int) -> dict[str, float]:
     received = [torch.randn_like(bucket) for bucket in buckets]
     spoiled = [bucket.clone() for bucket in buckets]
     spoiled[-1][-1] = torch.nan
-    width = round((parameters / 3) ** 0.5)
-    layers = max(1, parameters // (12 * 384**2))
-    perceptron = nn.Sequential(*(nn.Linear(width, width) for _ in range(3)))
-    transformer = nn.TransformerEncoder(
-        nn.TransformerEncoderLayer(384, 6, 1536, batch_first=True), layers
-    )
 
     def mix() -> None:
         for bucket, arrived in zip(buckets, received, strict=True):
@@ -60,17 +51,11 @@ def cost(parameters: int, repeats: int) -> dict[str, float]:
         "look": lambda: measured_norms([bucket[None] for bucket in buckets]),
         "look that finds something": lambda: measured_norms([bucket[None] for bucket in spoiled]),
         "mixing with one neighbour": mix,
-        "step of an mlp, batch 32": step_of(perceptron, torch.randn(32, width)),
-        "step of an mlp, batch 256": step_of(perceptron, torch.randn(256, width)),
-        "step of a transformer, 8 x 64 tokens": step_of(transformer, torch.randn(8, 64, 384)),
+        "step of an mlp, batch 32": mlp_step(parameters, 32),
+        "step of an mlp, batch 256": mlp_step(parameters, 256),
+        "step of a transformer, 8 x 64 tokens": transformer_step(parameters),
     }
-    times: dict[str, list[float]] = {name: [] for name in tasks}
-    for _ in range(repeats + 1):
-        for name, task in tasks.items():
-            start = time.perf_counter()
-            task()
-            times[name].append(time.perf_counter() - start)
-    return {name: round(1e3 * statistics.median(t[1:]), 2) for name, t in times.items()}
+    return median_ms(tasks, repeats)
 
 
 if __name__ == "__main__":

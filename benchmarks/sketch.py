@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import copy
 import json
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
@@ -26,6 +24,7 @@ import typer
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
+from benchmarks.interleaved import median_ms, mlp_step, transformer_step
 from gossamer.consensus import (
     Constant,
     Observation,
@@ -219,12 +218,6 @@ def cost(parameters: int, repeats: int) -> dict[str, float]:
     cut = list(x_N.split(100_003))
     ours = Sketch()
     places = torch.randint(0, SIZE, (parameters,))
-    width = round((parameters / 3) ** 0.5)
-    layers = max(1, parameters // (12 * 384**2))
-    perceptron = nn.Sequential(*(nn.Linear(width, width) for _ in range(3)))
-    transformer = nn.TransformerEncoder(
-        nn.TransformerEncoderLayer(384, 6, 1536, batch_first=True), layers
-    )
     tasks: dict[str, Callable[[], object]] = {
         "sketch": lambda: ours.sketch([x_N]),
         "sketch of 100 tensors": lambda: ours.sketch(cut),
@@ -232,16 +225,10 @@ def cost(parameters: int, repeats: int) -> dict[str, float]:
         "norms of 100 tensors, for dispersion": lambda: tensor_norms([t[None] for t in cut]),
         "decision, 32 workers on a ring at a quarter of the distance": decision(),
         "count sketch without its hash": lambda: torch.zeros(SIZE).index_add_(0, places, x_N),
-        "step of an mlp, batch 32": step_of(perceptron, torch.randn(32, width)),
-        "step of a transformer, 8 x 64 tokens": step_of(transformer, torch.randn(8, 64, 384)),
+        "step of an mlp, batch 32": mlp_step(parameters, 32),
+        "step of a transformer, 8 x 64 tokens": transformer_step(parameters),
     }
-    times: dict[str, list[float]] = {name: [] for name in tasks}
-    for _ in range(repeats + 1):
-        for name, task in tasks.items():
-            start = time.perf_counter()
-            task()
-            times[name].append(time.perf_counter() - start)
-    return {name: round(1e3 * statistics.median(t[1:]), 2) for name, t in times.items()}
+    return median_ms(tasks, repeats)
 
 
 def decision() -> Callable[[], object]:
@@ -257,17 +244,6 @@ def decision() -> Callable[[], object]:
         for round in chosen.rounds:
             x_nm = np.asarray(round.matrix() @ x_nm)
     return lambda: controller.decide(seen, state)
-
-
-def step_of(model: nn.Module, inputs: Tensor) -> Callable[[], object]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(inputs).square().mean().backward()
-        optimizer.step()
-
-    return step
 
 
 if __name__ == "__main__":
