@@ -110,7 +110,7 @@ class Gossip:
         """Return a sketch of every worker's parameters, [n, m]: their distances, nearly.
 
         A collective call that lets an exchange in flight go on. ``consensus.sketch_distance`` and
-        ``consensus.theta`` read it; it costs a pass over the parameters and 2 kB per rank.
+        ``consensus.theta`` read it; it costs a pass over the parameters and 4 kB per rank.
         """
         with self._worker.calling("sketches()"):
             return self._meter.begin_parameters()()
