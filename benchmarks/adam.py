@@ -214,7 +214,7 @@ def main(
                 spec = RunSpec(
                     workload=workload,
                     workers=workers,
-                    order="atc",
+                    algorithm="atc",
                     batch_size=batch_size,
                     lr=rate,
                     seed=seed,

@@ -44,8 +44,8 @@ def run(spec: RunSpec, control: str) -> dict[str, Any]:
         workload.loss,
         spec.make_optimizer,
         spec.workers,
-        spec.schedule,
-        spec.order,
+        spec.base_schedule,
+        algorithm=spec.algorithm,
         control=control,
         seed=spec.seed,
     )
@@ -59,7 +59,7 @@ def run(spec: RunSpec, control: str) -> dict[str, Any]:
             # Under atc workers are as far apart as mixing left them; under awc the next step mixes.
             distances.append(sim.consensus_distance())
             decided = sim.decision
-            if spec.order == "atc" and decided is not None and 0 < decided.target < math.inf:
+            if spec.algorithm == "atc" and decided is not None and 0 < decided.target < math.inf:
                 within.append(distances[-1] <= 1.1 * decided.target)
     return {
         "accuracy": workload.evaluate(sim.average().eval(), batches.data),
@@ -86,7 +86,7 @@ def main(
                 workload="digits-mlp",
                 workers=workers,
                 topology=topology,
-                order=order,  # pyright: ignore[reportArgumentType]
+                algorithm=order,
                 seed=seed,
                 epochs=epochs,
                 lr=lr,

@@ -42,7 +42,7 @@ def spent(workload: str, workers: int, steps: int, log_every: int, *, keep: bool
         workload=workload,
         workers=workers,
         topology="ring",
-        order="atc",
+        algorithm="atc",
         epochs=1,
         steps_per_epoch=steps,
         log_every=log_every,

@@ -8,6 +8,7 @@ from typing import Any
 
 from gossamer.bench.store import Store, Story
 from gossamer.engine import RunSpec
+from gossamer.engine.parts import with_algorithm
 from gossamer.records import Ended, Evaluation, Record, Spread, Started, Status, Step
 
 TENSORS = ("0.weight", "0.bias")
@@ -23,7 +24,7 @@ def spec_of(method: str, workers: int = 8, seed: int = 0, **fields: Any) -> RunS
     """Return the specification of a run of 60 steps; ``D_x`` is the topology x under atc."""
     own: dict[str, Any] = {"topology": "centralized"}
     if method.startswith("D_"):
-        own = {"topology": method.removeprefix("D_"), "order": "atc"}
+        own = {"topology": method.removeprefix("D_"), "algorithm": "atc"}
     common: dict[str, Any] = {
         "workload": "digits-mlp",
         "workers": workers,
@@ -33,7 +34,7 @@ def spec_of(method: str, workers: int = 8, seed: int = 0, **fields: Any) -> RunS
         "steps_per_epoch": STEPS_PER_EPOCH,
         "log_every": LOG_EVERY,
     }
-    return RunSpec.model_validate(common | own | fields)
+    return RunSpec.model_validate(common | with_algorithm(own) | with_algorithm(fields))
 
 
 def story_of(

@@ -230,7 +230,7 @@ def test_a_run_on_processes_is_no_second_witness() -> None:
 
 def test_connections_of_a_cycle_are_its_mean() -> None:
     """Local SGD averages all 8 workers every tenth step; the logged steps alone would say 7/2."""
-    local = spec_of("D_ring", 8, topology="local_sgd(every=10)")
+    local = spec_of("D_ring", 8, topology="complete", every=10)
     assert tabulate([story_of(local, 0.5)]).runs["connections"].to_list() == [0.7]
 
 

@@ -26,7 +26,7 @@ from gossamer.runtime_model.methods import gossip
 from gossamer.runtime_model.model import after_update
 from gossamer.runtime_model.presets import from_seconds, link_of
 from gossamer.runtime_model.profile import Link
-from gossamer.topology import local_sgd
+from gossamer.topology import complete, spaced, static
 from tests.stories import PARAMETER_BYTES, spec_of, story_of, write
 
 COMPUTE_S, COPY_S = 0.05, 0.01
@@ -67,8 +67,8 @@ def seconds(clock: Clock, spec: RunSpec, copies: float = 0.0, degree: int = 2) -
         ("D_ring", {"order": "awc"}, COMPUTE_S),
         ("D_exponential", {"order": "awc", "workers": 64}, 6 * COPY_S),
         ("D_one_peer_exponential", {}, COMPUTE_S + COPY_S),
-        ("D_local_sgd(every=4)", {}, COMPUTE_S + 2 * 7 / 8 * COPY_S / 4),
-        ("D_local_sgd(every=1000)", {}, COMPUTE_S + 2 * 7 / 8 * COPY_S / 1000),
+        ("local_sgd(every=4)", {}, COMPUTE_S + 2 * 7 / 8 * COPY_S / 4),
+        ("local_sgd(every=1000)", {}, COMPUTE_S + 2 * 7 / 8 * COPY_S / 1000),
     ],
 )
 def test_steps_take_what_the_links_need(
@@ -134,7 +134,7 @@ def test_a_stated_time_is_of_the_run_s_own_model() -> None:
 def test_cycles_are_counted_to_their_end() -> None:
     """Local SGD that averages every 200 steps pays for a 200th of an average, not for none."""
     job = Job.of(from_seconds(COMPUTE_S, LINK, PARAMETER_BYTES), 8)
-    rare = gossip(job, schedule=local_sgd(8, every=200), order=after_update)
+    rare = gossip(job, schedule=spaced(static(complete(8)), every=200), order=after_update)
     expected = COMPUTE_S + 2 * 7 / 8 * COPY_S / 200
     assert predict(rare, job.trials()).mean_s == pytest.approx(expected)
 

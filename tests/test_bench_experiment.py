@@ -43,18 +43,19 @@ def test_methods_mean_what_papers_say() -> None:
     """Names of papers set topology, order and more."""
     by_name = {spec.method: spec for spec in expand(experiment()).runs}
     assert by_name["C_complete"].topology == "centralized"
-    assert (by_name["D_ring"].topology, by_name["D_ring"].order) == ("ring", "atc")
-    assert (by_name["ring"].topology, by_name["ring"].order) == ("ring", "awc")
+    assert (by_name["D_ring"].topology, by_name["D_ring"].algorithm) == ("ring", "atc")
+    assert (by_name["ring"].topology, by_name["ring"].algorithm) == ("ring", "awc")
     assert fields_of("Ada(k0=10, gamma=0.5)", 96, 10)["topology"] == "ada(k0=10, gamma=0.5)"
     assert fields_of("Ada", 1008, 90)["topology"] == "ada(k0=112, gamma=1.236)"
     assert fields_of("local_sgd(every=4)", 8, 1) == {
-        "topology": "local_sgd(every=4)",
-        "order": "atc",
+        "topology": "complete",
+        "algorithm": "atc",
+        "every": 4,
     }
     diloco = RunSpec.model_validate(
         {"workload": "digits-mlp", "workers": 8, **fields_of("DiLoCo(every=5, lr=0.5)", 8, 1)}
     )
-    assert (diloco.local_steps, diloco.outer_lr, diloco.outer_momentum) == (5, 0.5, 0.9)
+    assert (diloco.every, diloco.outer_lr, diloco.outer_momentum) == (5, 0.5, 0.9)
 
 
 def test_include_adds_runs_and_exclude_takes_them_out() -> None:

@@ -31,6 +31,7 @@ from gossamer.engine.kept_norms import interval
 from gossamer.errors import UserError
 from gossamer.records import Norms, Started, Step
 from gossamer.topology import parse as parse_topology
+from gossamer.topology import spaced
 
 NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
 
@@ -66,29 +67,30 @@ def recorded(folder: Path, spec: RunSpec, norms_mb: float = 50) -> Store:
 
 
 @pytest.mark.parametrize(
-    ("topology", "order", "every", "expected"),
+    ("topology", "overlaps", "exchange_every", "every", "expected"),
     [
-        ("ring", "atc", 5, [5, 10, 15, 20]),
-        ("random_matching", "awc", 5, [5, 10, 15, 20]),
-        ("local_sgd(every=4)", "atc", 5, [4, 8, 12, 20]),
-        ("local_sgd(every=4)", "awc", 5, [3, 7, 15, 19]),  # mixed by the round that comes next
-        ("local_sgd(every=8)", "atc", 5, [8, 16]),
-        ("local_sgd(every=4)", "atc", 10, [8, 20]),
-        ("local_sgd(every=40)", "atc", 5, []),
-        ("ring", "atc", 0, []),
+        ("ring", False, 1, 5, [5, 10, 15, 20]),
+        ("random_matching", True, 1, 5, [5, 10, 15, 20]),
+        ("complete", False, 4, 5, [4, 8, 12, 20]),
+        ("complete", True, 4, 5, [3, 7, 15, 19]),  # mixed by the round that comes next
+        ("complete", False, 8, 5, [8, 16]),
+        ("ring", False, 4, 10, [8, 20]),
+        ("complete", False, 40, 5, []),
+        ("ring", False, 1, 0, []),
     ],
 )
 def test_norms_are_of_the_last_step_that_is_mixed(
-    topology: str, order: str, every: int, expected: list[int]
+    topology: str, overlaps: bool, exchange_every: int, every: int, expected: list[int]
 ) -> None:
     """Of each interval the last one: under local SGD the step just before an average, or none."""
-    steps = NormSteps(parse_topology(topology, 4), order, every)
+    schedule = spaced(parse_topology(topology, 4), exchange_every)
+    steps = NormSteps(schedule, overlaps, every)
     assert [step + 1 for step in range(20) if step in steps] == expected
 
 
 def test_one_worker_has_norms_at_every_interval() -> None:
     """It has no one to mix with; its norms are those of the last step."""
-    steps = NormSteps(parse_topology("ring", 1), "atc", 5)
+    steps = NormSteps(parse_topology("ring", 1), False, 5)
     assert [step + 1 for step in range(10) if step in steps] == [5, 10]
 
 
@@ -98,8 +100,9 @@ def make_local_sgd() -> Simulation:
         nn.functional.mse_loss,
         lambda parameters: torch.optim.SGD(parameters, lr=0.1),
         4,
-        "local_sgd(every=4)",
+        "complete",
         "atc",
+        every=4,
         norms_every=5,
     )
 
@@ -172,8 +175,8 @@ def test_no_part_of_an_id() -> None:
     [
         {},
         {"order": "awc"},
-        {"topology": "local_sgd(every=4)"},
-        {"topology": "local_sgd(every=3)", "outer_lr": 0.7},
+        {"topology": "complete", "every": 4},
+        {"topology": "complete", "every": 3, "outer_lr": 0.7},
     ],
 )
 def test_every_dispersion_can_be_computed_again(tmp_path: Path, fields: dict[str, Any]) -> None:
@@ -196,7 +199,7 @@ def test_every_dispersion_can_be_computed_again(tmp_path: Path, fields: dict[str
         assert rows["tensor"].unique(maintain_order=True).to_list() == NAMES
         measures = dispersion(rows["norm"].to_numpy().reshape(4, 4))
         assert [*zip(*measures, strict=True)] == [*steps[step].dispersion.values()]
-        assert step % (spec.local_steps or 1) == 0
+        assert step % spec.every == 0
 
 
 def test_centralized_training_has_none(tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_a_real_calibration_longer_than_the_run_is_said() -> None:
 
 def test_a_method_that_averages_now_and_then_is_said() -> None:
     """Local SGD on 16 workers, every tenth step: 1.5 neighbours per step are 15 in one of ten."""
-    local = spec_of("D_ring", 16, topology="local_sgd(every=10)")
+    local = spec_of("D_ring", 16, topology="complete", every=10)
     told = said([story_of(named(local, "local"), 0.5), story_of(spec_of("D_ring", 16), 0.6)])
     assert "local averages in one of 10 steps: its 1.5 neighbours per step on 16 workers" in told
     assert "are 15 at once and none in between" in told

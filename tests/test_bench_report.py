@@ -214,7 +214,7 @@ def test_a_distance_of_zero_has_a_mark_below_all_others() -> None:
     """Steps after which workers are equal are marked at the edge of the axis, and not left out."""
     stories: list[Story] = []
     for seed in range(2):
-        story = story_of(spec_of("D_local_sgd(every=10)", seed=seed), 0.9, spread=0.2)
+        story = story_of(spec_of("local_sgd(every=10)", seed=seed), 0.9, spread=0.2)
         records = [
             record.model_copy(update={"distance": 0.0 if record.step % 10 == 0 else 0.2})
             if isinstance(record, Step)

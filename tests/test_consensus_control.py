@@ -19,6 +19,7 @@ from gossamer.consensus import (
     Decision,
     Exact,
     Gamma,
+    LocalSteps,
     Observation,
     Phases,
     Plain,
@@ -115,6 +116,22 @@ def test_ada_consensus_finds_the_degree(order: str, c: float, degrees: set[int])
     ratios = [step.distance / step.decision.target for step in steps]
     assert np.percentile(ratios, 95) < (1 if order == "atc" else 1.1)
     assert np.mean(ratios) > 0.7
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_local_steps_are_decided_by_the_distance(order: str) -> None:
+    """Workers exchange when they are too far apart, in turn with the schedule's rounds."""
+    steps = settled(
+        noise_model("local_steps(constant(c=2))", "one_peer_exponential", order, steps=320)
+    )
+    rounds = [step.decision.rounds[0] for step in steps]
+    exchanged = [round for round in rounds if round.degree]
+    assert 0.1 < len(exchanged) / len(rounds) < 0.8
+    schedule = parse("one_peer_exponential", 32)
+    first = next(i for i in range(5) if schedule.round(i) == exchanged[0])
+    assert exchanged == [schedule.round(first + i) for i in range(len(exchanged))]
+    rare = settled(noise_model("local_steps(constant(c=1000), most=4)", "ring", order, steps=320))
+    assert [bool(step.decision.rounds[0].degree) for step in rare].count(True) == len(rare) // 4
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -627,6 +644,7 @@ def test_the_critical_target_is_a_share_of_gamma() -> None:
         ("constant(1)", Constant(1)),
         ("adaptive(s=0.5)", Adaptive(0.5)),
         ("critical(share=0.5)", CriticalTarget(0.5)),
+        ("local_steps(constant(c=2), most=8)", LocalSteps(Constant(2), most=8)),
         ("phases(constant(c=0.25), plain, at=(100,))", Phases((Constant(0.25), Plain()), (100,))),
         ("repeat(exact, q_max=2)", Repeat(Exact(), q_max=2)),
         (
@@ -717,13 +735,6 @@ def test_values_of_another_kind_are_refused(build: Callable[[], object], reason:
     ("text", "schedule", "order", "reason"),
     [
         ("repeat(exact)", static(ring(4)), "awc", "while the gradient is computed"),
-        (
-            "plain",
-            static(ring(4)),
-            "abc",
-            "order must be one of awc, atc, got .abc.; did you mean .awc",
-        ),
-        ("gamma", static(ring(4)), "abc", "order must be one of awc, atc"),
         ("auto", static(star(4, weights=uniform)), "atc", "conserve the mean"),
     ],
 )

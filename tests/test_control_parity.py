@@ -31,6 +31,8 @@ CONTROLS: dict[str, tuple[Any, str]] = {
     "ada_consensus, bytes": ("constant(c=0.25)", "awc"),
     "ada_consensus, degree": ("ada_consensus(adaptive(s=0.02), by=degree)", "awc"),
     "ada_consensus to critical": ("ada_consensus(critical(share=0.05), interval=2)", "awc"),
+    "local steps": ("local_steps(constant(c=1.5))", "atc"),
+    "local steps, awc": ("local_steps(constant(c=1.5), most=4)", "awc"),
     "gamma": ("gamma(p=1)", "awc"),
     "gamma, atc": ("gamma(p=0.5, start=20)", "atc"),
     "exact": ("exact", "awc"),
@@ -297,7 +299,7 @@ def test_norms_of_local_sgd_are_of_the_step_before_an_average() -> None:
         optimizer = make_optimizer(model.parameters())
         options: Any = {"process_group": group, "order": "atc", "norms_every": 3}
         steps: list[int] = []
-        with decentralize(model, optimizer, "local_sgd(every=2)", **options) as gossip:
+        with decentralize(model, optimizer, "complete", every=2, **options) as gossip:
             assert "last_norms" not in gossip.state_dict()
             for step in range(7):
                 optimizer.zero_grad()
@@ -308,7 +310,7 @@ def test_norms_of_local_sgd_are_of_the_step_before_an_average() -> None:
             norms, state = gossip.last_norms, gossip.state_dict()
             assert norms is not None
             assert gossamer.consensus.dispersion(norms).gini.max() > 0
-        with decentralize(model, optimizer, "local_sgd(every=2)", **options) as again:
+        with decentralize(model, optimizer, "complete", every=2, **options) as again:
             again.load_state_dict(state)
             assert again.norms_step == 6
             np.testing.assert_array_equal(again.last_norms, norms)

@@ -33,7 +33,7 @@ def on_ranks(text: str) -> list[str]:
         {"topology": "one_peer_ring", "order": "atc"},
         {"topology": "centralized"},
         {"topology": "ring", "control": "adaptive(s=0.05)"},
-        {"topology": "local_sgd(every=3)", "order": "atc", "outer_lr": 0.7},
+        {"topology": "complete", "every": 3, "order": "atc", "outer_lr": 0.7},
         {"topology": "ada(k0=4, gamma=2)", "lr_scaling": "linear", "lr_follows_graph": True},
         {"topology": "ring", "max_steps": 8},
         {"topology": "ring", "control": "adaptive(s=0.05)", "clip_norm": 0.5},

@@ -29,7 +29,7 @@ OPTIONS = [
     {"topology": "centralized", "optimizer": "sgd(momentum=0.9)"},
     {"topology": "ring", "control": "adaptive(s=0.05)"},
     {"topology": "ring", "control": "auto", "order": "atc"},
-    {"topology": "local_sgd(every=3)", "order": "atc", "outer_lr": 0.7},
+    {"topology": "complete", "every": 3, "order": "atc", "outer_lr": 0.7},
     {"topology": "ring", "workload": "digits-cnn", "max_bytes": 3e6},
 ]
 

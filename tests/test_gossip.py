@@ -608,7 +608,7 @@ def test_a_peer_that_does_not_come_is_named_in_time() -> None:
         ({"topology": "torrus"}, "did you mean 'torus'"),
         ({"topology": ring(5)}, "must be on 1 workers, got one on 5"),
         ({"order": "abc"}, "order must be one of awc, atc, got 'abc'"),
-        ({"gossip_steps": 2}, "awc mixes once per step, .* got gossip_steps=2; use order='atc'"),
+        ({"gossip_steps": 2}, "awc mixes once per step, got gossip_steps=2; use algorithm='atc'"),
         ({"order": "atc", "gossip_steps": 0}, "gossip_steps must be at least 1, got 0"),
         ({"buffers": "none"}, "buffers must be one of average, local, mix, got 'none'; "),
         ({"buffers": "averaged"}, "did you mean 'average'"),

@@ -65,7 +65,7 @@ def _with_other_layer(model: nn.Module) -> None:
 
 DIFFERENCES: dict[str, tuple[Callable[[], Start], str]] = {
     "topology": (with_options(topology="complete"), r"topology is \S+ on rank 0 and \S+ on "),
-    "order": (with_options(order="atc"), r"order is \w+ on rank 0 and \w+ on "),
+    "order": (with_options(order="atc"), r"algorithm is \w+ on rank 0 and \w+ on "),
     "buffers": (with_options(buffers="mix"), "buffers is "),
     "bucket size": (with_options(bucket_mb=1.0), "bucket_mb is "),
     "dtype": (with_model(lambda m: m.get_submodule("2").float()), r"2\.weight is float\d\d "),

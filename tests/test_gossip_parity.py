@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,9 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from gossamer.gossip import decentralize
-from gossamer.gossip.connections import Connections
 from gossamer.gossip.step import Step
-from gossamer.gossip.transport import Transport
 from gossamer.topology import parse
 from tests import reference
 from tests.catalogue import ALL_TOPOLOGIES
@@ -51,24 +48,6 @@ def train_rank(
         optimizer.step()
     gossip.close()
     return vector_of(model)
-
-
-@pytest.fixture
-def delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every send, receive and wait is late by a random time, different on each rank."""
-
-    def late(method: Callable[..., Any]) -> Callable[..., Any]:
-        def delayed(self: object, *args: Any) -> Any:
-            time.sleep(random.uniform(0, 1e-3))
-            return method(self, *args)
-
-        return delayed
-
-    for owner, name in (
-        *((Transport, "_send"), (Transport, "_receive")),
-        *((Connections, "begin_sum"), (Connections, "wait")),
-    ):
-        monkeypatch.setattr(owner, name, late(getattr(owner, name)))
 
 
 @pytest.mark.usefixtures("delays")
@@ -122,7 +101,7 @@ def _remember_round(step: Any, *_: Any) -> None:
 def _exchange_now(step: Any, *_: Any) -> None:
     """The same round, with nothing in flight between steps."""
     if step.num_steps > 0:
-        (round,) = step._order._source.rounds(step.num_steps)
+        (round,) = step._context.source.rounds(step.num_steps)
         step._mixer.start(round, step.num_steps)
         step._mixer.finish()
 

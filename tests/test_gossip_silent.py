@@ -150,7 +150,7 @@ def test_steps_are_compared_in_every_collective_call() -> None:
     def body(group: ProcessGroup) -> str:
         model = make_model()
         optimizer = sgd(model)
-        topology = gossamer.topology.parse("local_sgd(every=8)", 3)
+        topology = gossamer.topology.spaced(gossamer.topology.parse("complete", 3), 8)
         gossip = decentralize(model, optimizer, topology, process_group=group, order="atc")
         for step in range(3 + (group.rank() == 2)):
             take_step(model, optimizer, group.rank(), step)

@@ -22,9 +22,9 @@ from gossamer.topology import (
     ada,
     complete,
     from_matrix,
-    local_sgd,
     metropolis,
     parse,
+    spaced,
     static,
     uniform,
 )
@@ -120,10 +120,10 @@ def test_the_average_of_many_workers_takes_no_memory() -> None:
     [
         static(complete(MANY)),
         parse("complete", MANY),
-        local_sgd(MANY, every=2),
+        spaced(parse("complete", MANY), every=2),
         ada(MANY, k0=MANY, gamma=1.0, steps_per_epoch=100),
     ],
-    ids=["static", "parsed", "local_sgd", "ada"],
+    ids=["static", "parsed", "spaced", "ada"],
 )
 def test_nobody_needs_the_matrix_of_the_complete_round(
     schedule: Schedule, monkeypatch: pytest.MonkeyPatch

@@ -10,7 +10,7 @@ import pytest
 
 from gossamer import picture
 from gossamer.errors import UserError
-from gossamer.topology import complete, local_sgd, one_peer_exponential, parse, ring, static
+from gossamer.topology import complete, one_peer_exponential, parse, ring, spaced, static
 from tests.catalogue import ALL_TOPOLOGIES
 
 needs_browser = pytest.mark.skipif(not shutil.which("chromium"), reason="chromium not installed")
@@ -109,9 +109,10 @@ def test_a_thumbnail_shows_the_rounds_of_a_cycle_or_one_step() -> None:
 
 def test_steps_without_communication_are_passed_over() -> None:
     """Of local SGD the step that averages is drawn, and where nobody ever talks, nobody's."""
-    averaging = picture.thumbnail(local_sgd(6, every=8), "red")
+    local_sgd = spaced(static(complete(6)), every=8)
+    averaging = picture.thumbnail(local_sgd, "red")
     assert averaging.count("Q") == 15
-    assert [step for step, _ in picture.first_rounds(local_sgd(6, every=8), 4)] == [7]
+    assert [step for step, _ in picture.first_rounds(local_sgd, 4)] == [7]
     assert [step for step, _ in picture.first_rounds(one_peer_exponential(16), 3)] == [0, 1, 2]
     assert [step for step, _ in picture.first_rounds(static(complete(1)), 4)] == [0]
 

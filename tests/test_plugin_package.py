@@ -344,7 +344,8 @@ PINNED: dict[str, dict[str, Any]] = {
     "21ccb62d9d9b9dc1": {
         "workload": "cifar10-resnet20",
         "workers": 16,
-        "topology": "local_sgd(every=16)",
+        "topology": "complete",
+        "every": 16,
         "order": "atc",
         "outer_lr": 0.7,
         "seed": 3,

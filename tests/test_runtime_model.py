@@ -34,7 +34,7 @@ from gossamer.runtime_model.model import (
 )
 from gossamer.runtime_model.presets import GPUS, LINKS, bucket_sizes, from_data_sheet
 from gossamer.runtime_model.profile import Bucket, Link, Network
-from gossamer.topology import parse
+from gossamer.topology import parse, spaced
 
 FORMS: list[tuple[Order, Callable[..., float]]] = [
     (bucket_wise, closed.bucket_wise_s),
@@ -184,7 +184,7 @@ def test_pairs_exchange_beside_groups_that_reduce() -> None:
 def test_passes_over_parameters_follow_the_round() -> None:
     """One per message, two for an all-reduce, none where nothing is sent."""
     job = Job.of(small_profile().replace(mix_s=1.0), 8)
-    alone_s = build("local_sgd(every=1000)", job).compute.total_s
+    alone_s = gossip(job, schedule=spaced(parse("ring", 8), 1000)).compute.total_s
     for topology, passes in {
         "one_peer_ring": 1,
         "ring": 2,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 from gossamer.cli import app
 from gossamer.errors import UserError
 from gossamer.runtime_model import Profile, write_profile
-from gossamer.runtime_model.plan import WORTH_IT, make_plan
+from gossamer.runtime_model.plan import WORTH_IT, Row, make_plan
 from gossamer.runtime_model.presets import LINKS, from_data_sheet, link_of
 from gossamer.runtime_model.profile import Link
 
@@ -58,6 +59,23 @@ def test_a_plan_keeps_the_batch_of_all_workers_where_it_is_asked_to() -> None:
     plan = make_plan(transformer(), [8, 32], topologies=TOPOLOGIES, strong=True)
     assert plan.job(32).profile.forward_s == pytest.approx(transformer().forward_s / 4)
     assert plan.job(8).profile.forward_s == pytest.approx(transformer().forward_s)
+
+
+def test_a_plan_knows_algorithms_and_local_steps() -> None:
+    """Tracking sends twice and waits for it, atc waits, and local steps send less often."""
+
+    def ring(**options: Any) -> Row:
+        plan = make_plan(transformer(), [16], topologies=["ring"], **options)
+        return next(row for row in plan.rows if row.method == "ring")
+
+    awc, atc, tracking = ring(), ring(algorithm="atc"), ring(algorithm="gradient_tracking")
+    assert awc.prediction.mean_s < atc.prediction.mean_s < tracking.prediction.mean_s
+    assert tracking.bytes_per_step == 2 * atc.bytes_per_step == 2 * awc.bytes_per_step
+    rare = ring(algorithm="atc", every=8)
+    assert rare.bytes_per_step == awc.bytes_per_step / 8
+    assert rare.prediction.mean_s < atc.prediction.mean_s
+    with pytest.raises(UserError, match="did you mean 'push_sum'"):
+        ring(algorithm="pushsum")
 
 
 def test_a_fast_network_says_stay_with_ddp() -> None:

@@ -25,7 +25,7 @@ from gossamer.simulate import Centralized, mix_, worker_seed
 from gossamer.simulate.budget import memory_budget, saved_bytes
 from gossamer.simulate.clipping import check_clip_norm, clip_each_
 from gossamer.simulate.mixing import _kernel_of, _nothing
-from gossamer.topology import Round, parse, ring
+from gossamer.topology import Round, parse, ring, spaced
 from tests import tasks
 from tests.catalogue import ALL_TOPOLOGIES
 from tests.ranks import run_ranks
@@ -751,7 +751,7 @@ def test_mixing_is_the_matrix_product(text: str, num_workers: int) -> None:
 
 def test_a_round_without_neighbours_costs_nothing() -> None:
     """Between the averages of local SGD memory is not even read."""
-    round = parse("local_sgd(every=4)", 8).round(0)
+    round = spaced(parse("complete", 8), 4).round(0)
     assert _kernel_of(round, torch.float32, torch.device("cpu")) is _nothing
 
 

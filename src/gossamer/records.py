@@ -37,7 +37,8 @@ class _KnownFields(BaseModel):
     control: str = ""
     method: str = ""
     engine: str = ""
-    order: str = ""
+    algorithm: str = ""
+    every: _Limited = 1
     workers: _Limited = 0
     gossip_steps: _Limited = 0
     epochs: _Limited = 0
@@ -50,8 +51,20 @@ class _KnownFields(BaseModel):
 
 def _with_known_types(spec: dict[str, Any]) -> dict[str, Any]:
     """Return a specification that tables can hold; one number that is too large breaks them all."""
+    spec = _as_now(spec)
     _KnownFields.model_validate(spec)
     return spec
+
+
+def _as_now(spec: dict[str, Any]) -> dict[str, Any]:
+    """Return a specification of before there were algorithms in today's fields."""
+    if "algorithm" in spec or not isinstance(spec.get("order"), str):
+        return spec
+    now = {name: value for name, value in spec.items() if name != "order"}
+    now |= {"algorithm": spec["order"], "every": 1}
+    if local := re.fullmatch(r"local_sgd\(every=(\d{1,5})\)", str(spec.get("topology"))):
+        now |= {"topology": "complete", "every": int(local[1])}
+    return now
 
 
 class _Record(BaseModel):

@@ -87,7 +87,8 @@ class Clock:
         rounds = Rounds(
             spec["workers"],
             spec["topology"],
-            spec["order"],
+            spec["algorithm"],
+            spec["every"],
             spec["steps_per_epoch"],
             int(min(spec["epochs"] * spec["steps_per_epoch"], spec.get("max_steps") or math.inf)),
             spec["control"] != "plain",

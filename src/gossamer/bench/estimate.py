@@ -50,7 +50,8 @@ class _Kind(NamedTuple):
     workload: str
     workers: int
     topology: str
-    order: str
+    algorithm: str
+    every: int
     gossip_steps: int
     optimizer: str
     control: str

@@ -15,7 +15,7 @@ from gossamer.bench.modelled import ModelledTime
 from gossamer.bench.strict import validated
 from gossamer.bench.tuning import Outcomes, Setting, Study, changed
 from gossamer.engine import RunSpec
-from gossamer.engine.parts import with_absolute_paths
+from gossamer.engine.parts import with_absolute_paths, with_algorithm
 from gossamer.errors import ImpossibleError, UserError, nearest, quoted
 from gossamer.registry import absolute, shorten
 
@@ -132,9 +132,14 @@ class _MatrixBuilder:
 
 def _absolute(pattern: Mapping[str, list[Any]], folder: Path) -> dict[str, list[Any]]:
     return {
-        name: [with_absolute_paths({name: value}, folder)[name] for value in values]
+        _field(name): [with_absolute_paths({name: value}, folder)[name] for value in values]
         for name, values in pattern.items()
     }
+
+
+def _field(name: str) -> str:
+    """Return the field of a run that a name means."""
+    return "algorithm" if name == "order" else name
 
 
 class _Excluded:
@@ -200,12 +205,8 @@ def _points(block: Block, folder: Path) -> Iterator[_Point]:
             epochs = epochs if isinstance(epochs, int) else usual
             own = fields_of(method.method, workers, epochs, folder)
             _check_method(method.name, own, block)
-            fields = {
-                **common,
-                **own,
-                **method.fields,
-                "method": method.name,
-            }
+            layers = [with_algorithm(layer) for layer in (common, own, method.fields)]
+            fields = {**layers[0], **layers[1], **layers[2], "method": method.name}
             yield _Point(common, with_absolute_paths(fields, folder))
 
 
@@ -232,7 +233,7 @@ def _limiter(budget: Budget, folder: Path) -> Callable[[RunSpec], RunSpec]:
 
 def _check_fields(block: Block) -> None:
     """Refuse what is no field of a run, and a field that is set in two places."""
-    free = [name for name in RunSpec.model_fields if name not in _TAKEN]
+    free = [name for name in (*RunSpec.model_fields, "order") if name not in _TAKEN]
     for name in itertools.chain(block.run, block.axes, *(m.fields for m in block.methods)):
         if name not in free:
             raise UserError(f"a run has no field {name!r} to set; {nearest(name, free)}")
@@ -260,7 +261,8 @@ def _check_tuned(block: Block) -> None:
 def _check_method(name: str, fields: Mapping[str, Any], block: Block) -> None:
     """Refuse what a method sets that the experiment decides: runs would not be those it lists."""
     for field in fields:
-        if field in _TAKEN or field in block.axes or (field == "lr" and block.tune is not None):
+        axes = {_field(name) for name in block.axes}
+        if field in _TAKEN or field in axes or (field == "lr" and block.tune is not None):
             raise UserError(
                 f"a method must leave to the experiment what it compares, got {field!r} from "
                 f"{name!r}; return other fields"

@@ -3,7 +3,7 @@
 C_complete                     gradients averaged over all workers, one model (all-reduce)
 D_ring, D_torus, D_…           any topology; parameters are mixed after the update (atc)
 Ada, Ada(k0=10, gamma=0.02)    a lattice that thins out by the epoch, atc
-local_sgd(every=8)             parameters averaged every so many steps, atc
+local_sgd(every=8)             all parameters averaged every so many steps, atc
 DiLoCo(every=16, lr=0.7, momentum=0.9)   the same, and an outer Nesterov step
 ring, one_peer_exponential, …  any topology; mixed while the gradient is computed (awc)
 """
@@ -35,7 +35,7 @@ def fields_of(method: str, workers: int, epochs: int, folder: Path | None = None
         folder: from which paths of plug-ins are given; by default the current one.
 
     >>> fields_of("D_lattice(k=4)", workers=16, epochs=10)
-    {'topology': 'lattice(k=4)', 'order': 'atc'}
+    {'topology': 'lattice(k=4)', 'algorithm': 'atc'}
     """
     text = method.strip()
     under_atc = text.startswith(_UNDER_ATC)
@@ -44,8 +44,7 @@ def fields_of(method: str, workers: int, epochs: int, folder: Path | None = None
     if not under_atc and METHOD_REGISTRY.has(call.name):
         return METHOD_REGISTRY.bind(call).make(workers, epochs)
     if TOPOLOGY_REGISTRY.has(call.name):
-        atc = under_atc or call.name == "local_sgd"
-        return {"topology": named, "order": "atc"} if atc else {"topology": named}
+        return {"topology": named, "algorithm": "atc"} if under_atc else {"topology": named}
     topologies = TOPOLOGY_REGISTRY.names
     names = [*METHOD_REGISTRY.names, *(_UNDER_ATC + name for name in topologies), *topologies]
     raise METHOD_REGISTRY.unknown(text.partition("(")[0], names)
@@ -61,24 +60,25 @@ def _ada(
     k0 = max(4, workers // _ADA_SHARE // 2 * 2) if k0 is None else k0
     if gamma is None:  # the ring in the last epoch
         gamma = math.ceil(1e4 * (k0 - 2) / max(1, epochs - 1)) / 1e4
-    return {"topology": f"ada(k0={k0}, gamma={gamma})", "order": "atc"}
+    return {"topology": f"ada(k0={k0}, gamma={gamma})", "algorithm": "atc"}
+
+
+def _local_sgd(workers: int, epochs: int, /, every: int = 8) -> dict[str, Any]:
+    return {"topology": "complete", "algorithm": "atc", "every": every}
 
 
 def _diloco(
     workers: int, epochs: int, /, every: int = 16, lr: float = 0.7, momentum: float = 0.9
 ) -> dict[str, Any]:
-    return {
-        "topology": f"local_sgd(every={every})",
-        "order": "atc",
-        "outer_lr": lr,
-        "outer_momentum": momentum,
-    }
+    local = _local_sgd(workers, epochs, every)
+    return {**local, "outer_lr": lr, "outer_momentum": momentum}
 
 
 # A new method is one function and one row here.
 METHODS: dict[str, Callable[..., dict[str, Any]]] = {
     "C_complete": _centralized,
     "Ada": _ada,
+    "local_sgd": _local_sgd,
     "DiLoCo": _diloco,
 }
 

@@ -5,17 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple, final
 
+from gossamer.algorithms import parse_algorithm
 from gossamer.consensus import Sketch
 from gossamer.engine import CENTRALIZED, RunSpec
-from gossamer.engine.spec import make_schedule
+from gossamer.engine.spec import adapted_schedule
 from gossamer.errors import ImpossibleError
-from gossamer.runtime_model.methods import Job, ddp, gossip
-from gossamer.runtime_model.model import (
-    TimedMethod,
-    after_update,
-    predict,
-    whole_step,
-)
+from gossamer.runtime_model.methods import Job, ddp, gossip, order_of
+from gossamer.runtime_model.model import TimedMethod, predict
 from gossamer.runtime_model.profile import read_profile
 from gossamer.topology import Schedule
 
@@ -34,7 +30,8 @@ class Rounds(NamedTuple):
 
     workers: int
     topology: str
-    order: str
+    algorithm: str
+    every: int
     steps_per_epoch: int
     num_steps: int
     controlled: bool = False
@@ -42,7 +39,9 @@ class Rounds(NamedTuple):
     @property
     def schedule(self) -> Schedule:
         """Its rounds."""
-        return make_schedule(self.topology, self.workers, self.steps_per_epoch)
+        return adapted_schedule(
+            self.algorithm, self.topology, self.workers, self.steps_per_epoch, self.every
+        )
 
     def slot(self, at: int) -> int:
         """Return the first step of the part of the run that a step is in."""
@@ -81,9 +80,9 @@ class Rounds(NamedTuple):
         return gossip(
             job,
             schedule=self.schedule if at is None else self.near(at),
-            order=whole_step if self.order == "awc" else after_update,
+            order=order_of(self.algorithm),
             num_steps=self.num_steps,
-            repeats=repeats,
+            repeats=repeats * parse_algorithm(self.algorithm).num_exchanges,
             gathered_bytes=_SKETCH_BYTES if self.controlled else 0,
         )
 
@@ -111,7 +110,12 @@ class ModelledTime:
                 "of measured time"
             )
         rounds = Rounds(
-            spec.workers, spec.topology, spec.order, spec.steps_per_epoch, spec.num_steps
+            spec.workers,
+            spec.topology,
+            spec.algorithm,
+            spec.every,
+            spec.steps_per_epoch,
+            spec.num_steps,
         )
         if rounds not in self._known:
             job = Job.of(self._profile, spec.workers)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _SHEET = "From data sheets"
 
 
-def plan_command(
+def plan_command(  # noqa: PLR0913 - one parameter per option
     profile: Annotated[Path, typer.Argument(help="A profile, from gossamer profile.")],
     workers: Annotated[str, typer.Option(help="Scales, separated by commas.")] = "8,16,32,64",
     topology: Annotated[
@@ -40,6 +40,10 @@ def plan_command(
             autocompletion=complete("links"),
         ),
     ] = "",
+    algorithm: Annotated[
+        str, typer.Option(help="What a step of gossip does; see docs/algorithms.md.")
+    ] = "awc",
+    every: Annotated[int, typer.Option(min=1, help="Steps from exchange to exchange.")] = 1,
     html: Annotated[Path | None, typer.Option(help="Write timeline and curves as a page.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -49,6 +53,7 @@ def plan_command(
     $ gossamer plan profile.json
     $ gossamer plan profile.json --workers 8,16 --html plan.html
     $ gossamer plan profile.json --topology ring --json
+    $ gossamer plan profile.json --algorithm atc --every 8
     """
     from gossamer.runtime_model.plan import make_plan
     from gossamer.runtime_model.presets import link_of
@@ -59,7 +64,9 @@ def plan_command(
     job = read_profile(profile)
     if link:
         job = job.with_between(link_of(link))
-    plan = make_plan(job, _scales(workers), strong=strong, **given)
+    plan = make_plan(
+        job, _scales(workers), strong=strong, algorithm=algorithm, every=every, **given
+    )
     if as_json:
         _print_json(plan)
     else:
@@ -181,6 +188,8 @@ def _print_tables(plan: Plan) -> None:
     from gossamer.runtime_model.words import LEGEND, describe
 
     show(escape(describe(plan.profile)))
+    if (plan.algorithm, plan.every) != ("awc", 1):
+        show(escape(f"gossip by {plan.algorithm}, an exchange every {plan.every} steps"))
     for advice in plan.advice:
         rows = [row for row in plan.rows if row.workers == advice.workers]
         show(f"\n[bold]{advice.workers} workers:[/] {escape(advice.reason)}")

@@ -30,7 +30,7 @@ from gossamer.consensus.memories import Memory
 from gossamer.consensus.norm_steps import NormSteps
 from gossamer.consensus.observation import Needs, Observation
 from gossamer.consensus.outliers import OutlierWatch
-from gossamer.consensus.policies import AdaConsensus, Gamma, Repeat
+from gossamer.consensus.policies import AdaConsensus, Gamma, LocalSteps, Repeat
 from gossamer.consensus.round_source import Gathered, RoundSource, make_round_source, name_of
 from gossamer.consensus.targets import (
     Adaptive,
@@ -59,6 +59,7 @@ __all__ = [
     "Exact",
     "Gamma",
     "Gathered",
+    "LocalSteps",
     "Memory",
     "Needs",
     "NormSteps",

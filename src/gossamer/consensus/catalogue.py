@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gossamer.consensus.controller import Controller, Policy
-from gossamer.consensus.policies import AdaConsensus, Gamma, Repeat
+from gossamer.consensus.policies import AdaConsensus, Gamma, LocalSteps, Repeat
 from gossamer.consensus.targets import (
     Adaptive,
     Constant,
@@ -16,7 +16,6 @@ from gossamer.consensus.targets import (
     Plain,
     Target,
 )
-from gossamer.errors import UserError, nearest
 from gossamer.registry import Registry
 from gossamer.topology import Schedule
 
@@ -49,6 +48,7 @@ TARGETS: dict[str, Callable[..., Target]] = {
 POLICIES: dict[str, Callable[..., Policy]] = {
     "repeat": Repeat,
     "ada_consensus": AdaConsensus,
+    "local_steps": LocalSteps,
     "gamma": Gamma,
 }
 CONTROLS: dict[str, Callable[..., Policy | Target]] = {**TARGETS, **POLICIES}
@@ -60,6 +60,7 @@ _EXAMPLES = {
     "phases": "phases(constant(c=0.25), plain)",
     "repeat": "repeat(constant(c=0.25))",
     "ada_consensus": "ada_consensus(auto)",
+    "local_steps": "local_steps(constant(c=1))",
 }
 _GROUP = "gossamer.controls"
 
@@ -95,20 +96,10 @@ def parse_control(text: str) -> Policy | Target:
 _DEFAULTS: dict[str, Callable[[Target], Policy]] = {"awc": AdaConsensus, "atc": Repeat}
 
 
-def check_order(order: str) -> None:
-    """Refuse what is not an order."""
-    if order not in _DEFAULTS:
-        raise UserError(
-            f"order must be one of {', '.join(_DEFAULTS)}, got {order!r}; "
-            f"{nearest(order, _DEFAULTS)}"
-        )
-
-
 def bind(control: Policy | Target, schedule: Schedule, order: str) -> Controller[Any]:
     """Return the controller of a policy or a target, on a schedule, under an order.
 
     A target by itself is acted on by ``Repeat`` under atc and by ``AdaConsensus`` under awc.
     """
-    check_order(order)
     policy = control if isinstance(control, Policy) else _DEFAULTS[order](control)
     return policy.bind(schedule, order)

@@ -13,21 +13,21 @@ class NormSteps:
     """The steps at which norms are measured, one in each interval of so many.
 
     It is the last step of the interval whose parameters the schedule mixes. Most schedules mix at
-    every step, and then it is the last step; under ``local_sgd(every=8)`` nobody talks at seven
-    steps of eight, and what replicas differ by just before they average is known at the eighth.
+    every step, and then it is the last step; with ``every=8`` nobody talks at seven steps of
+    eight, and what replicas differ by just before they average is known at the eighth.
     An interval in which nobody mixes has none. A controller's decisions are not known beforehand,
     and have no part in it.
 
     Args:
         schedule: the round of every step.
-        order: ``"awc"`` mixes an update with the round of the step after it, ``"atc"`` with its
+        overlaps: whether an update is mixed with the round of the step after it, and not with its
             own.
         every: steps of an interval; 0 for no steps at all.
     """
 
-    def __init__(self, schedule: Schedule, order: str, every: int) -> None:
+    def __init__(self, schedule: Schedule, overlaps: bool, every: int) -> None:
         self._schedule = schedule
-        self._ahead = 1 if order == "awc" else 0
+        self._ahead = 1 if overlaps else 0
         self._every = check_interval(every)
         self._interval, self._chosen = -1, -1
 

@@ -25,7 +25,7 @@ from gossamer.consensus.distance import sketch_distance
 from gossamer.consensus.observation import Needs, Observation
 from gossamer.consensus.targets import PLAIN, Target
 from gossamer.errors import UserError
-from gossamer.topology import Round, Schedule, complete, damped, lattice
+from gossamer.topology import Round, Schedule, complete, damped, lattice, nobody
 from gossamer.topology.arrays import FloatArray
 from gossamer.topology.spectrum import window
 
@@ -126,6 +126,31 @@ class AdaConsensus:
         denser = _denser_than(schedule, _COSTS[self.by], k_max)
         choose = partial(_thicken, schedule, denser)
         return TargetController(self.target, choose, schedule, self.interval)
+
+
+@final
+@dataclass(frozen=True)
+class LocalSteps:
+    """Exchange only when workers are further apart than the target (atc and awc).
+
+    Steps in between are local: how many is decided by the distance, where ``every`` fixes it. A
+    schedule that counts exchanges goes on where it was.
+
+    Args:
+        target: how far apart workers may be before they exchange.
+        most: local steps and the exchange after them, at the most.
+    """
+
+    target: Target
+    most: int = 16
+
+    def __post_init__(self) -> None:
+        _check_target("local_steps", self.target)
+        check_at_least("local_steps", "most", self.most, 1)
+
+    def bind(self, schedule: Schedule, order: str) -> TargetController:
+        """Acts under both orders."""
+        return TargetController(self.target, partial(_wait, schedule, self.most), schedule)
 
 
 @final
@@ -242,6 +267,18 @@ def _thicken(
     while index > 0 and mixed_distance([candidates[index - 1]], seen.sketches) <= cheaper:
         index -= 1
     return decided((candidates[index],), seen, target), index
+
+
+def _wait(
+    schedule: Schedule, most: int, seen: Observation, target: float, held: int
+) -> tuple[Decision, int]:
+    # What is held is one number: exchanges made, and local steps since the last of them.
+    exchanges, alone = divmod(held, most)
+    near = seen.sketches is None or sketch_distance(seen.sketches) <= target
+    if target != PLAIN and near and alone + 1 < most:
+        return decided((nobody(schedule.num_workers),), seen, target), held + 1
+    round = schedule.round(exchanges if schedule.counts == "exchanges" else seen.step)
+    return decided((round,), seen, target), (exchanges + 1) * most
 
 
 def _is_at_rest(seen: Observation, target: float) -> bool:

@@ -23,7 +23,8 @@ from typing import Any, Protocol, TypeAlias, cast, final
 import numpy as np
 import torch
 
-from gossamer.consensus.catalogue import bind, check_order, parse_control
+from gossamer.algorithms import Algorithm
+from gossamer.consensus.catalogue import bind, parse_control
 from gossamer.consensus.controller import Controller, Decision, Policy
 from gossamer.consensus.observation import Observation
 from gossamer.consensus.state_data import digest_of_data
@@ -104,36 +105,40 @@ def name_of(control: str | Policy | Target) -> str:
 
 
 def make_round_source(
-    control: str | Policy | Target, schedule: Schedule, order: str, gossip_steps: int
+    control: str | Policy | Target, schedule: Schedule, algorithm: Algorithm, gossip_steps: int
 ) -> Callable[[Meter], RoundSource]:
     """Check what an engine is to follow; return the function that makes it, of the engine's meter.
 
     Args:
         control: a string such as ``"constant(c=0.25)"``, a target or a control.
         schedule: what plain gossip mixes with.
-        order: ``"awc"`` or ``"atc"``.
+        algorithm: when a step mixes.
         gossip_steps: how often plain gossip mixes per step; more than once under atc only.
     """
-    check_order(order)
     if gossip_steps < 1:
         raise UserError(
             f"gossip_steps must be at least 1, got {gossip_steps}; leave it out to mix once"
         )
-    if order == "awc" and gossip_steps > 1:
+    if gossip_steps > 1 and not algorithm.repeats:
         raise UserError(
-            f"awc mixes once per step, while the gradient is computed, got gossip_steps="
-            f"{gossip_steps}; use order='atc', or a denser topology"
+            f"{algorithm.name} mixes once per step, got gossip_steps={gossip_steps}; use "
+            "algorithm='atc', or a denser topology"
         )
     chosen = parse_control(control) if isinstance(control, str) else control
     if isinstance(chosen, Plain):
         return lambda meter: _Scheduled(schedule, gossip_steps)
+    if not algorithm.plain:
+        raise UserError(
+            f"{algorithm.name} mixes with the rounds of its topology, got the control "
+            f"{name_of(chosen)}, which chooses others; use algorithm='awc' or 'atc'"
+        )
     if gossip_steps > 1:
         raise UserError(
             f"a control decides how often to mix, got gossip_steps={gossip_steps} beside it; "
             "leave gossip_steps out"
         )
     _check_name(chosen)
-    controller = bind(chosen, schedule, order)
+    controller = bind(chosen, schedule, "awc" if algorithm.overlaps else "atc")
     if not isinstance(cast(object, controller), Controller):
         raise PlugInError(
             "a policy's bind must return an object with start, needs, decide, save and load, got "
@@ -141,7 +146,7 @@ def make_round_source(
         )
     digest_of_data(controller.save(controller.start(0)))  # what fails, fails before ranks connect
     name = f"{name_of(chosen)} on {schedule.name} of {schedule.num_workers} workers"
-    return lambda meter: _Controlled(controller, name, overlapped=order == "awc", meter=meter)
+    return lambda meter: _Controlled(controller, name, overlapped=algorithm.overlaps, meter=meter)
 
 
 def _check_name(control: Policy | Target) -> None:

@@ -199,14 +199,15 @@ class _Gossiping:
         self.mixing = decentralize(
             model,
             optimizer,
-            spec.schedule,
-            order=spec.order,
+            spec.base_schedule,
+            algorithm=spec.algorithm,
+            every=spec.every,
             gossip_steps=spec.gossip_steps,
             control=spec.control,
             norms_every=spec.log_every,
             nonfinite_rounds=0,  # a run that diverges is a result
         )
-        self._overlapped = spec.order == "awc"
+        self._overlapped = spec.make_algorithm().overlaps
         self._on_the_wire = 0.0
 
     def averaged(self) -> AbstractContextManager[None]:

@@ -42,7 +42,7 @@ class KeptNorms:
             self.every = interval(spec, len(tensors), norms_mb)
             # The last step of a longer interval that is mixed is also that of a shorter one, so
             # what is kept has been measured.
-            self._steps = NormSteps(spec.schedule, spec.order, self.every)
+            self._steps = NormSteps(spec.schedule, spec.make_algorithm().overlaps, self.every)
 
     def after(self, step: int, mixing: _Measured | None) -> Norms | None:
         """Return the norms of the last of so many steps, where they are kept."""

@@ -283,9 +283,10 @@ def _differences(
     sketches = mixing.sketches()
     decision, norms = mixing.decision, mixing.last_norms
     # Under awc the next step's round has been chosen, and its exchange has begun.
-    last_chosen = clock.step if spec.order == "awc" else clock.step - 1
+    last_chosen = clock.step if spec.make_algorithm().overlaps else clock.step - 1
     plain = (mixing.schedule.round(last_chosen),) * spec.gossip_steps
     rounds = plain if decision is None else decision.rounds
+    coming = mixing.schedule.round(clock.step)
     spreads: dict[str, Spread] = {}
     since = clock.step - mixing.norms_step
     # Else they are of another record.
@@ -297,7 +298,7 @@ def _differences(
         }
     return {
         "distance": sketch_distance(sketches),
-        "theta": theta(sketches, mixing.schedule.round(clock.step)),
+        "theta": theta(sketches, coming) if coming.keeps_consensus else math.nan,
         "dispersion": spreads,
         "dispersion_step": mixing.norms_step if spreads else None,
         "rounds": len(rounds),

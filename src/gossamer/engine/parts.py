@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from gossamer.algorithms import ALGORITHM_REGISTRY, name_of
 from gossamer.consensus.catalogue import CONTROL_REGISTRY
 from gossamer.errors import UserError
 from gossamer.optim import AccumAdam, AccumAdamW
@@ -77,6 +78,7 @@ LR_SCALING_REGISTRY: Registry[float] = Registry(
 REGISTRIES: dict[str, Registry[Any]] = {
     "workload": WORKLOAD_REGISTRY,
     "topology": TOPOLOGY_REGISTRY,
+    "algorithm": ALGORITHM_REGISTRY,
     "control": CONTROL_REGISTRY,
     "optimizer": OPTIMIZER_REGISTRY,
     "sharding": SHARDING_REGISTRY,
@@ -95,6 +97,15 @@ def with_absolute_paths(fields: Mapping[str, Any], folder: Path) -> dict[str, An
     """
     texts = {name: fields[name] for name in REGISTRIES if isinstance(fields.get(name), str)}
     return {**fields, **{name: absolute(text, folder) for name, text in texts.items()}}
+
+
+def with_algorithm(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return fields of a run in which an order has become the algorithm that it names."""
+    fields = dict(given)
+    order = fields.pop("order", "")
+    if order:
+        fields["algorithm"] = name_of(fields.get("algorithm", ""), order)
+    return fields
 
 
 def split_optimizer(recipe: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gossamer import topology, workloads
+from gossamer.algorithms import Algorithm, parse_algorithm
+from gossamer.algorithms.catalogue import ORDERS
 from gossamer.consensus import make_round_source
 from gossamer.engine.parts import (
     LR_SCALING_REGISTRY,
@@ -33,13 +35,15 @@ from gossamer.engine.parts import (
     REGISTRIES,
     split_optimizer,
     with_absolute_paths,
+    with_algorithm,
 )
 from gossamer.errors import ImpossibleError, UserError
 from gossamer.optim import DiLoCo
 from gossamer.records import WorkloadFacts
-from gossamer.registry import Part, PlugInError, calls
+from gossamer.registry import Part, PlugInError
 from gossamer.topology import Schedule
 from gossamer.topology.graphs import MAX_WORKERS
+from gossamer.topology.schedules import MAX_EVERY
 from gossamer.workloads import Data, Workload
 
 CENTRALIZED = "centralized"
@@ -68,7 +72,12 @@ class RunSpec(BaseModel):
     """What reports call how it is distributed; no part of the id."""
 
     engine: Literal["simulated", "distributed"] = "simulated"
-    order: Literal["awc", "atc"] = "awc"
+    algorithm: str = "awc"
+    """A name in ``algorithms.ALGORITHMS``; ``order`` is another spelling of awc and atc."""
+
+    every: int = Field(default=1, ge=1, le=MAX_EVERY)
+    """Steps from one exchange to the next."""
+
     gossip_steps: int = Field(default=1, ge=1, le=1000)
     control: str = "plain"
     """A name in ``consensus.catalogue.CONTROLS``, with arguments."""
@@ -82,7 +91,7 @@ class RunSpec(BaseModel):
     """As the optimizer's class takes them."""
 
     outer_lr: PositiveFloat | None = None
-    """DiLoCo: the rate of the outer step that follows each average of ``local_sgd``."""
+    """DiLoCo: the rate of the outer step that follows each average of all workers."""
 
     outer_momentum: float = Field(default=0.9, ge=0, lt=1)
 
@@ -95,8 +104,8 @@ class RunSpec(BaseModel):
     workers in centralized training, and a worker and its neighbours otherwise."""
 
     lr_follows_graph: bool = False
-    """Whether ``lr_scaling`` uses the neighbourhood at each step, in place of the first step's.
-    For local SGD that is all workers, always."""
+    """Whether ``lr_scaling`` uses the neighbourhood at each step, in place of the first step's;
+    where steps are local, that of the exchange they lead up to."""
 
     clip_norm: NonNegativeFloat = 0.0
     """The largest norm of a gradient: of each worker's own, or of the mean in centralized training;
@@ -148,6 +157,7 @@ class RunSpec(BaseModel):
             return given
         workload = workloads.find(given.get("workload", ""))
         recipe = asdict(workload.recipe)
+        given = with_algorithm(given)
         full = {**recipe, **given, **split_optimizer(recipe, given)}
         full = with_absolute_paths(full, Path.cwd())
         workers, batch_size = full.get("workers"), full["batch_size"]
@@ -181,15 +191,20 @@ class RunSpec(BaseModel):
 
     def _check_together(self) -> None:
         if self.topology != CENTRALIZED:
-            make_round_source(self.control, self.schedule, self.order, self.gossip_steps)
-        elif self.control != "plain":
+            algorithm = self.make_algorithm()
+            make_round_source(self.control, self.schedule, algorithm, self.gossip_steps)
+            algorithm.check_optimizers([self.make_optimizer([torch.nn.Parameter(torch.zeros(1))])])
+        elif self.control != "plain" or self.every != 1:
+            given = self.control if self.control != "plain" else f"every={self.every}"
             raise UserError(
-                f"centralized training has nothing to control, got {self.control!r}; leave it out"
+                "centralized training averages gradients at every step, with nothing to control, "
+                f"got {given}; leave it out"
             )
-        if self.outer_lr is not None and (self.local_steps is None or self.order != "atc"):
+        averages = self.topology == "complete" and self.algorithm == "atc"
+        if self.outer_lr is not None and not averages:
             raise UserError(
-                f"an outer step follows the averages of local_sgd under atc, got {self.topology} "
-                f"under {self.order}; use topology 'local_sgd(every=16)' and order 'atc'"
+                f"an outer step follows averages of all workers under atc, got {self.topology} "
+                f"under {self.algorithm}; use topology 'complete', algorithm 'atc' and every=16"
             )
 
     @property
@@ -201,6 +216,12 @@ class RunSpec(BaseModel):
         time does (``max_train_s``), and too little memory may.
         """
         fields = self.model_dump(exclude={"method"})
+        if self.algorithm in ORDERS:
+            fields["order"] = fields.pop("algorithm")  # runs of before there were others
+            if self.topology == "complete" and self.every > 1:
+                fields["topology"] = f"local_sgd(every={fields.pop('every')})"
+        if self.every == 1:
+            del fields["every"]
         if self.evaluate_samples == self.make_workload().recipe.evaluate_samples:
             del fields["evaluate_samples"]  # runs of before it was a field keep their ids
         if not self.validation_share:
@@ -240,16 +261,20 @@ class RunSpec(BaseModel):
         return min(self.epochs * self.steps_per_epoch, self.max_steps or sys.maxsize)
 
     @property
-    def schedule(self) -> Schedule:
-        """The rounds of a decentralized run."""
+    def base_schedule(self) -> Schedule:
+        """The rounds of the topology, before an algorithm spreads or changes them."""
         return make_schedule(self.topology, self.workers, self.steps_per_epoch)
 
     @property
-    def local_steps(self) -> int | None:
-        """Steps between two averages of local SGD; None for other topologies."""
-        if self.topology == CENTRALIZED or calls.read(self.topology).name != "local_sgd":
-            return None
-        return self.schedule.period
+    def schedule(self) -> Schedule:
+        """The rounds of a decentralized run, step by step."""
+        return adapted_schedule(
+            self.algorithm, self.topology, self.workers, self.steps_per_epoch, self.every
+        )
+
+    def make_algorithm(self) -> Algorithm:
+        """Return what a step does with rounds."""
+        return parse_algorithm(self.algorithm)
 
     def lr_at(self, step: int, done: float | None = None) -> float:
         """Return the learning rate of a step.
@@ -267,8 +292,10 @@ class RunSpec(BaseModel):
         if self.lr_scaling == "none":
             return 1.0
         neighbourhood: float = self.workers
-        if self.topology != CENTRALIZED and self.local_steps is None:
-            round = self.schedule.round(step if self.lr_follows_graph else 0)
+        if self.topology != CENTRALIZED:
+            # Of the exchange that a local step leads up to.
+            at = (step if self.lr_follows_graph else 0) // self.every * self.every
+            round = self.schedule.round(at + self.every - 1)
             neighbourhood = 1 + float(round.in_degrees.mean())
         scale = self.batch_size * neighbourhood / self.reference_batch
         return LR_SCALING_REGISTRY.parse(self.lr_scaling).make(scale)
@@ -300,9 +327,9 @@ class RunSpec(BaseModel):
 
     def make_outer(self, parameters: Iterable[Tensor]) -> DiLoCo | None:
         """Return the outer optimizer, where there is one."""
-        if self.outer_lr is None or self.local_steps is None:
+        if self.outer_lr is None:
             return None
-        return DiLoCo(parameters, self.local_steps, self.outer_lr, self.outer_momentum)
+        return DiLoCo(parameters, self.every, self.outer_lr, self.outer_momentum)
 
 
 def facts_of(workload: Workload) -> WorkloadFacts:
@@ -336,6 +363,16 @@ def _look_up(field: str, text: str, steps_per_epoch: int) -> Part[Any]:
     """Return what a field names; kept, because every id asks."""
     defaults = {"steps_per_epoch": steps_per_epoch} if field == "topology" else None
     return REGISTRIES[field].parse(text, defaults)
+
+
+@lru_cache(maxsize=256)
+def adapted_schedule(
+    algorithm: str, topology: str, workers: int, steps_per_epoch: int, every: int
+) -> Schedule:
+    """Return the rounds that an algorithm makes of a topology's, step by step."""
+    return parse_algorithm(algorithm).adapt(
+        make_schedule(topology, workers, steps_per_epoch), every
+    )
 
 
 @lru_cache(maxsize=256)

@@ -21,7 +21,9 @@ import re
 import shutil
 from collections.abc import Collection
 from pathlib import Path
-from typing import NamedTuple, cast, final
+from typing import Any, NamedTuple, cast, final
+
+from torch import Tensor
 
 from gossamer.errors import UserError
 from gossamer.files import read_bounded, sync_folder
@@ -40,6 +42,14 @@ class Found(NamedTuple):
     manifest_id: int
     num_workers: int
     state: snapshot.StateDict
+
+
+def _weight_of(state: snapshot.StateDict) -> float:
+    """Return how much of the sum of all workers' parameters one of them had, as in push-sum."""
+    gossip: Any = state.get("gossip")
+    algorithm = gossip.get("algorithm") if isinstance(gossip, dict) else None
+    weight = algorithm.get("weight") if isinstance(algorithm, dict) else None
+    return float(weight) if isinstance(weight, Tensor) and weight.numel() == 1 else 1.0
 
 
 @final
@@ -119,7 +129,7 @@ class CheckpointFolder:
         if len(checksums) == num_workers:
             state = read_part(self._rank)
         else:
-            state = snapshot.average(map(read_part, range(len(checksums))))
+            state = snapshot.average(map(read_part, range(len(checksums))), _weight_of)
         return Found(folder, manifest_id, len(checksums), state)
 
     def remove_before(self, step: int, keep: int, damaged: Collection[int]) -> None:

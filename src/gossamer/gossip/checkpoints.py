@@ -204,6 +204,7 @@ class Checkpoints:
                 gossip.num_workers,
             )
             state["gossip"].update(num_workers=gossip.num_workers, rank=gossip.rank)
+            state["gossip"].pop("algorithm", None)  # of other members: it starts anew
         with gossip.drained(keep_changes=True):
             for name, thing in self._objects.items():
                 try:

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Adam, Optimizer
 
+from gossamer.algorithms import PARAMETERS, parse_algorithm
 from gossamer.consensus import NormSteps, Policy, Target, make_round_source, name_of
 from gossamer.gossip import preconditions
 from gossamer.gossip.failures import FailureDetector
@@ -30,7 +31,7 @@ from gossamer.gossip.mixer import Mixer
 from gossamer.gossip.model_state import ModelState
 from gossamer.gossip.network import Network
 from gossamer.gossip.notices import NoticeBoard
-from gossamer.gossip.orders import ORDERS
+from gossamer.gossip.rank_context import RankContext
 from gossamer.gossip.rank_meter import RankMeter
 from gossamer.gossip.replica import Replica
 from gossamer.gossip.step import Step
@@ -55,7 +56,9 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
     topology: str | Round | Schedule = "one_peer_exponential",
     *,
     process_group: ProcessGroup | DeviceMesh | None = None,
-    order: str = "awc",
+    algorithm: str = "",
+    order: str = "",
+    every: int = 1,
     gossip_steps: int = 1,
     control: str | Policy | Target = "plain",
     buffers: str = "average",
@@ -78,8 +81,12 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
             without a period are compared across ranks at every step.
         process_group: the ranks that take part, as a group or a mesh of one dimension; by default
             all. With DDP inside a node: the ranks with this rank's place in each node.
-        order: ``"awc"`` hides the exchange behind the next step's computation; ``"atc"`` mixes
-            after the update and waits for it.
+        algorithm: what a step does with rounds: ``"awc"``, the default, hides the exchange behind
+            the next step's computation; ``"atc"`` mixes after the update and waits for it; others
+            are in ``gossamer.algorithms.ALGORITHMS``.
+        order: another spelling of the algorithms ``"awc"`` and ``"atc"``.
+        every: steps from one exchange to the next under awc and atc; with ``"complete"`` and atc,
+            local SGD.
         gossip_steps: how often ``"atc"`` mixes per step, each time with the step's round.
         control: how far apart workers may be and what is done about it, such as
             ``"constant(c=0.25)"`` or ``"auto"``; see ``gossamer.consensus``.
@@ -102,13 +109,16 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
     # - Parse and check
     with declining_on_error(board):
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
-        schedule = as_schedule(topology, group.size())
+        chosen = parse_algorithm(algorithm, order)
+        schedule = chosen.adapt(as_schedule(topology, group.size()), every)
+        chosen.check_optimizers(optimizers)
         preconditions.check_wrapper(model, group)
         trained = preconditions.trained_parameters(model, optimizers)
-        make_source = make_round_source(control, schedule, order, gossip_steps)
+        make_source = make_round_source(control, schedule, chosen, gossip_steps)
         rule = rule_of(buffers)
+        chosen.check_statistics(mixed=rule.mixed)
         preconditions.check_positive("bucket_mb", bucket_mb, bucket_mb > 0)
-        norm_steps = NormSteps(schedule, order, norms_every)
+        norm_steps = NormSteps(schedule, chosen.overlaps, norms_every)
         check_limit(nonfinite_rounds)
         # A string means the same on all ranks; a function need not.
         compares_rounds = isinstance(topology, Schedule) and schedule.period is None
@@ -117,7 +127,7 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
             "topology": schedule.name,
             "the digest of its rounds": rounds_digest(schedule),
             "how rounds are compared": "at every step" if compares_rounds else "at the start",
-            "order": order,
+            "algorithm": repr(chosen),
             "gossip_steps": str(gossip_steps),
             "control": name_of(control),
             "buffers": buffers,
@@ -136,13 +146,21 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
         network = Network(group, detector, trained[0].device, rounds=_rounds_to_connect(schedule))
         for tensor in (*model.parameters(), *model.buffers()):
             network.collectives.broadcast_(tensor)
-        replica = Replica(model, trained, rule, bucket_mb)
+        replica = Replica(model, trained, rule, bucket_mb, chosen)
         # - Put the step together, and hook it up
-        sent = [*replica.buckets, *replica.changing]
-        left_out = LeftOut(sent, network.rank, nonfinite_rounds, detector, network.telemetry)
-        mixer = Mixer(
-            replica.buckets, network, left_out, replica.changing, compares_rounds=compares_rounds
-        )
+        mixers: dict[str, Mixer] = {}
+        for state, buckets in replica.exchanged.items():
+            changing = replica.changing if state == PARAMETERS else ()
+            sent = [*buckets, *changing]
+            left_out = LeftOut(sent, network.rank, nonfinite_rounds, detector, network.telemetry)
+            mixers[state] = Mixer(
+                buckets,
+                network,
+                left_out,
+                changing,
+                first_tag=len(mixers) * len(sent),
+                compares_rounds=compares_rounds,
+            )
         for each in optimizers:
             tell_num_workers(each, group.size())
             if isinstance(each, Adam) and network.rank == 0 and auto_window(network.size) > 1:
@@ -152,11 +170,11 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
         source = make_source(meter)
         guard = Guard(model, optimizers, trained)
         wrappers = WrapperWatch(trained, group)
-        step = Step(
-            optimizers, ORDERS[order](mixer, source), mixer, guard, wrappers, meter, norm_steps
-        )
+        context = RankContext(trained, optimizers, replica, mixers, source)
+        step = Step(optimizers, chosen, context, guard, wrappers, meter, norm_steps)
         model_state = ModelState(model, network.rank, network.size)
-        return Gossip(schedule, source, meter, Worker(replica, step, mixer, network, model_state))
+        worker = Worker(replica, step, context.mixer, network, model_state)
+        return Gossip(schedule, source, meter, worker)
 
 
 def _rounds_to_connect(schedule: Schedule) -> Iterable[Round]:

@@ -20,9 +20,13 @@ class Exchange:
         inbox: receives the mean of its neighbours; where it is reduced, the whole mix, the
             worker's own part included.
         all_or_none: whether nobody is mixed with where one of them is left out.
+        keeps_rest: whether the weight of whoever is left out goes to the worker's own parameters;
+            where rows do not sum to one, it is lost.
     """
 
-    def __init__(self, self_weight: float, inbox: Tensor, *, all_or_none: bool) -> None:
+    def __init__(
+        self, self_weight: float, inbox: Tensor, *, all_or_none: bool, keeps_rest: bool = True
+    ) -> None:
         self.includes_self = False
         """Whether the inbox has the whole mix, the worker's own part included."""
         self.left_out: list[int] = []
@@ -30,13 +34,22 @@ class Exchange:
         self._inbox = inbox
         self._kept = self_weight
         self._all_or_none = all_or_none
-        self._received = 0.0
+        self._keeps_rest = keeps_rest
+        self.received_weight = 0.0
+        """Of the mean in the inbox."""
         self._waits: deque[Callable[[], object]] = deque()
+
+    @property
+    def sums_to_one(self) -> bool:
+        """Whether the worker's own weight and those of its neighbours do."""
+        return self._keeps_rest
 
     @property
     def self_weight(self) -> float:
         """The weight that the worker keeps on its own parameters, after what was left out."""
-        nothing_came = not self.includes_self and not self._received  # the inbox may hold a mark
+        if not self._keeps_rest:
+            return self._kept
+        nothing_came = not self.includes_self and not self.received_weight  # or it holds a mark
         return 1.0 if nothing_came or (self.left_out and self._all_or_none) else self._kept
 
     def after(self, waits: Iterable[Callable[[], object]]) -> Exchange:
@@ -54,11 +67,11 @@ class Exchange:
         """Let what arrived join the mean of the neighbours, unless it is a mark."""
         if marked(received, [sender]):
             self.left_out.append(sender)
-            self._kept += weight
+            self._kept += weight if self._keeps_rest else 0.0
             return
-        self._received += weight
-        if self._received > weight:  # a mean grows by lerp_
-            self._inbox.lerp_(received, weight / self._received)
+        self.received_weight += weight
+        if self.received_weight > weight:  # a mean grows by lerp_
+            self._inbox.lerp_(received, weight / self.received_weight)
         elif received is not self._inbox:
             self._inbox.copy_(received)
 

@@ -52,6 +52,7 @@ class Mixer:
         network: how it travels.
         left_out: who knows whose parameters are not finite.
         changing: buckets that are sent as a copy.
+        first_tag: of its messages; other mixers of the rank have others.
         compares_rounds: whether all ranks compare each round, where nothing else makes it the same.
     """
 
@@ -62,9 +63,11 @@ class Mixer:
         left_out: LeftOut,
         changing: Sequence[Tensor] = (),
         *,
+        first_tag: int = 0,
         compares_rounds: bool = False,
     ) -> None:
         self._state = MixerState.IDLE
+        self._first_tag = first_tag
         # - What is mixed
         self._targets = [*buckets, *changing]
         self._sources = [*buckets, *(torch.empty_like(bucket) for bucket in changing)]
@@ -97,8 +100,10 @@ class Mixer:
         assert self.state is MixerState.IDLE, "finish a round before the next one starts"
         self._detector.at(step, round.digest)
         self._started_at = time.perf_counter()
+        digest = agrees_on or (round.digest if self._compares_rounds else "")
+        if not round.degree and not digest:  # a local step
+            return
         with record_function("Mixer::start"), torch.no_grad():
-            digest = agrees_on or (round.digest if self._compares_rounds else "")
             if digest:
                 self._comparison = self._collectives.begin_comparison(digest)
             for source, target in zip(self._sources, self._targets, strict=True):
@@ -106,7 +111,8 @@ class Mixer:
                     source.copy_(target)
             sent = self._left_out.sound_or_marks(self._sources, round, step)
             for tag, (source, inbox) in enumerate(zip(sent, self._inboxes, strict=True)):
-                self._in_flight.append(self._transport.begin(round, source, inbox, tag))
+                exchange = self._transport.begin(round, source, inbox, self._first_tag + tag)
+                self._in_flight.append(exchange)
         self._state = MixerState.IN_FLIGHT
 
     def drain(self) -> None:
@@ -150,10 +156,14 @@ class Mixer:
     def _mix(self, tag: int, exchange: Exchange) -> None:
         """x_i ← w_ii x_i + Σ_j w_ij x_j, from what the exchange left in the inbox."""
         source, target, inbox = self._sources[tag], self._targets[tag], self._inboxes[tag]
-        own = 1.0 if self._left_out.is_self else exchange.self_weight
-        if own == 1:
+        own = exchange.self_weight
+        if self._left_out.is_self or (own == 1 and exchange.sums_to_one):
             return
-        if not exchange.includes_self:
+        if not exchange.sums_to_one:
+            target.mul_(own)
+            if exchange.received_weight:  # or the inbox may hold a mark
+                target.add_(inbox, alpha=exchange.received_weight)
+        elif not exchange.includes_self:
             target.lerp_(inbox, 1 - own)
         elif source is target:
             target.copy_(inbox)

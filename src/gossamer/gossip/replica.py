@@ -9,6 +9,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from gossamer.algorithms import PARAMETERS, Algorithm
 from gossamer.gossip.buckets import flatten_, unflatten_
 from gossamer.normalization import StatisticsRule, running_statistics
 
@@ -22,6 +23,7 @@ class Replica:
         trained: its parameters that are mixed; they become views of buckets.
         rule: what happens to running statistics.
         bucket_mb: size of a bucket in megabytes.
+        algorithm: what it keeps besides parameters.
     """
 
     def __init__(
@@ -30,6 +32,7 @@ class Replica:
         trained: Sequence[Tensor],
         rule: StatisticsRule,
         bucket_mb: float,
+        algorithm: Algorithm,
     ) -> None:
         statistics = [*running_statistics(model).values()]
         self.device = trained[0].device
@@ -38,6 +41,17 @@ class Replica:
         """Buckets of statistics, which a forward pass changes while they are sent."""
         self._flattened = [*trained, *(statistics if rule.mixed else ())]
         self._averaged: Sequence[Tensor] = statistics if rule.averaged else []
+        # - What the algorithm keeps
+        kept = (*algorithm.tracked, *algorithm.kept)
+        self.states = {name: [torch.zeros_like(p) for p in trained] for name in kept}
+        self.weighted = algorithm.weighted
+        self.weight = torch.ones(1, dtype=torch.float64, device=self.device)
+        """How much of the sum of all workers' parameters this worker has, where it is weighted."""
+        self.exchanged = {
+            PARAMETERS: [*self.buckets, *([self.weight] if self.weighted else [])],
+            **{name: flatten_(self.states[name], bucket_mb) for name in algorithm.tracked},
+        }
+        """Buckets by state."""
 
     @property
     def is_released(self) -> bool:
@@ -56,8 +70,12 @@ class Replica:
         Args:
             average: a collective that returns the mean of a tensor.
         """
+        weight, mean = self.weight, average(self.weight) if self.weighted else self.weight
         for bucket in self.buckets:
-            yield bucket, average(bucket)
+            if not self.weighted:
+                yield bucket, average(bucket)
+            else:
+                yield bucket, average(bucket * weight.to(bucket.dtype)).div_(mean.to(bucket.dtype))
         if self._averaged:
             # Many and small: one message for all of them.
             means = average(torch.cat([buffer.flatten() for buffer in self._averaged]))
@@ -80,4 +98,5 @@ class Replica:
         """Give tensors storage of their own again."""
         flattened, self._flattened = self._flattened, []
         self.buckets, self.changing, self._averaged = [], [], []
+        self.states, self.exchanged = {}, {}
         unflatten_(flattened)

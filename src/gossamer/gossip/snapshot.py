@@ -96,30 +96,37 @@ def read(path: Path, checksum: int) -> Any:
         raise DamagedError(f"{path} holds no state: {type(error).__name__}: {error}") from error
 
 
-def average(states: Iterable[StateDict]) -> StateDict:
+def average(
+    states: Iterable[StateDict], weight_of: Callable[[StateDict], float] = lambda state: 1.0
+) -> StateDict:
     """Return the mean of the states of all workers, which may be read one after the other.
 
     Tensors of real or complex numbers are averaged in double precision. Everything else is the
     first worker's.
+
+    Args:
+        states: one per worker.
+        weight_of: how much a worker's state counts.
     """
     remaining = iter(states)
     first = next(remaining)
     shapes = _shapes_in(first)
+    total = weight_of(first)
     sums = {
-        path: tensor.to(torch.complex128 if tensor.is_complex() else torch.float64, copy=True)
+        path: tensor.to(torch.complex128 if tensor.is_complex() else torch.float64).mul(total)
         for path, tensor in _tensors_in(first)
         if tensor.is_floating_point() or tensor.is_complex()
     }
-    num_states = 1
-    for state in remaining:
-        _check_alike(shapes, _shapes_in(state), num_states)
+    for num, state in enumerate(remaining, 1):
+        _check_alike(shapes, _shapes_in(state), num)
+        weight = weight_of(state)
         for path, tensor in _tensors_in(state):
             if path in sums:
-                sums[path].add_(tensor.to(sums[path].dtype))
-        num_states += 1
+                sums[path].add_(tensor.to(sums[path].dtype), alpha=weight)
+        total += weight
     for path, tensor in _tensors_in(first):
         if path in sums:
-            tensor.copy_(sums.pop(path).div_(num_states))
+            tensor.copy_(sums.pop(path).div_(total))
     return first
 
 

@@ -1,8 +1,8 @@
 """One step of training on a rank, around ``optimizer.step()``.
 
 The user's loop stays as it is. A hook before the first optimizer's update and one after the last
-one's do what the order asks for (``orders``); several optimizers, closures and steps within steps
-are brought to that here.
+one's do what the algorithm asks for (``gossamer.algorithms``); several optimizers, closures and
+steps within steps are brought to that here.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ from typing import Any, final
 import torch
 from torch.optim import Optimizer
 
+from gossamer.algorithms import Algorithm
 from gossamer.consensus import NormSteps
 from gossamer.errors import UserError
 from gossamer.gossip import step_call
 from gossamer.gossip.guard import Guard
-from gossamer.gossip.mixer import Mixer, MixerState
-from gossamer.gossip.orders import Order
+from gossamer.gossip.mixer import MixerState
+from gossamer.gossip.rank_context import RankContext
 from gossamer.gossip.rank_meter import RankMeter
 from gossamer.gossip.wrapper_watch import WrapperWatch
 from gossamer.topology.arrays import FloatArray
@@ -31,8 +32,8 @@ class Step:
 
     Args:
         optimizers: each takes one step per step of training.
-        order: when a step mixes, and with which rounds.
-        mixer: what is in flight between steps.
+        algorithm: what a step does around updates.
+        context: what it works on, and what is in flight between steps.
         guard: who sees parameters that are not what is sent.
         wrappers: who sees that gradients are averaged, too.
         meter: measures norms, and says who still trains inside join().
@@ -42,8 +43,8 @@ class Step:
     def __init__(
         self,
         optimizers: Sequence[Optimizer],
-        order: Order,
-        mixer: Mixer,
+        algorithm: Algorithm,
+        context: RankContext,
         guard: Guard,
         wrappers: WrapperWatch,
         meter: RankMeter,
@@ -59,8 +60,9 @@ class Step:
         """The block that the user is inside of, in which no step may be taken."""
         # - What takes part
         self._optimizers = optimizers
-        self._order = order
-        self._mixer = mixer
+        self._algorithm = algorithm
+        self._context = context
+        self._mixer = context.mixer
         self._guard = guard
         self._wrappers = wrappers
         self._meter = meter
@@ -115,16 +117,21 @@ class Step:
 
     def _begin(self) -> None:
         """Come between backward pass and the first optimizer's update."""
-        if self._order.mixes_before_update:
-            step_call.refuse_inside_backward()
+        if self._algorithm.acts_before_update:
+            step_call.refuse_inside_backward(self._algorithm.name)
         if not self._has_looked:
             self._has_looked = True
             self._wrappers.look()  # a framework may have made one since
         self._check_unchanged()
         if self.joining:
             self._meter.count_training()
-        self._order.before_update(self.num_steps)
+        self._before_first_update()
         self._begun = True
+
+    @torch.no_grad()
+    def _before_first_update(self) -> None:
+        self._context.source.before_update(self.num_steps)
+        self._algorithm.before_update(self._context, self.num_steps)
 
     def _finish(self) -> None:
         """Come between the last optimizer's update and the next forward pass."""
@@ -133,7 +140,8 @@ class Step:
         if self.num_steps in self._norm_steps:
             self.last_norms = self._meter.norms()
             self.norms_step = self.num_steps + 1
-        self._order.after_update(self.num_steps)
+        with torch.no_grad():
+            self._algorithm.after_update(self._context, self.num_steps)
         self.num_steps += 1
 
     def _refuse_out_of_turn(
@@ -157,6 +165,19 @@ class Step:
             )
 
     # - Between two steps
+
+    def algorithm_state(self) -> dict[str, Any]:
+        """Return what the algorithm keeps, where it keeps anything, as a part of a state."""
+        kept = self._context.state_dict()
+        return {"algorithm": {"name": repr(self._algorithm), **kept}} if kept else {}
+
+    def load_algorithm(self, state: dict[str, Any]) -> None:
+        """Take it from a state; one of another algorithm, or of other members, starts anew."""
+        kept: dict[str, Any] = state.get("algorithm", {})
+        if kept.get("name") == repr(self._algorithm):
+            self._context.load_state_dict(kept)
+        else:
+            self._algorithm.restart(self._context)
 
     def norms_state(self) -> dict[str, Any]:
         """Return the norms that were measured last, where any are, as a part of a state."""
@@ -200,17 +221,23 @@ class Step:
         self._guard.check_trained()
         self._guard.renew()
         if self.num_steps > 0:
-            self._order.resume(self.num_steps)
+            with torch.no_grad():
+                self._algorithm.resume(self._context, self.num_steps)
 
     @contextlib.contextmanager
     def joined(self) -> Generator[None]:
         """After the block, go on with steps without updates until all ranks have left theirs."""
+        if not self._algorithm.plain:
+            raise UserError(
+                f"join() goes on with steps that have no gradient, which {self._algorithm.name} "
+                "needs; give all ranks as many batches, or use algorithm='awc' or 'atc'"
+            )
         self.joining = True
         try:
             yield
             self._meter.training = False
             while self._meter.count_training():
-                self._order.before_update(self.num_steps)
+                self._before_first_update()
                 self._finish()
         finally:
             self.joining, self._meter.training = False, True
@@ -222,7 +249,7 @@ class Step:
         self._hooks = []
         self._wrappers.release()
         try:
-            self._mixer.close()
+            self._context.close()
         finally:
             self._guard.release()
 

@@ -52,13 +52,14 @@ def refuse_other_scaler() -> None:
             )
 
 
-def refuse_inside_backward() -> None:
-    """Raise where a backward pass calls the step: it would go on with mixed parameters."""
+def refuse_inside_backward(algorithm: str) -> None:
+    """Raise where a backward pass calls the step: it would go on with changed parameters."""
     if torch._C._current_graph_task_id() != -1:  # pyright: ignore[reportPrivateUsage]
         raise UserError(
-            "awc mixes before the first update, so optimizer.step() must come after the backward "
-            "pass, got one inside it (register_post_accumulate_grad_hook), whose other gradients "
-            "would be of mixed parameters; use order='atc', which mixes after the last update"
+            f"{algorithm} acts before the first update, so optimizer.step() must come after the "
+            "backward pass, got one inside it (register_post_accumulate_grad_hook), whose other "
+            "gradients would be of mixed parameters; use order='atc', which mixes after the last "
+            "update"
         )
 
 

@@ -96,7 +96,9 @@ class Transport:
             tag: index of the bucket.
         """
         role = self._role_in(round)
-        exchange = Exchange(role.self_weight, inbox, all_or_none=role.in_group)
+        exchange = Exchange(
+            role.self_weight, inbox, all_or_none=role.in_group, keeps_rest=round.keeps_consensus
+        )
         if not role.reduced_with:
             # Here, and not where they are sent: that may be later, on the collecting thread.
             self._telemetry.count(len(role.receivers), len(role.receivers) * source.nbytes)

@@ -25,7 +25,7 @@ from gossamer.errors import UserError
 class DiLoCo:
     """The outer step; call ``step()`` after every step of training.
 
-    Goes with the topology ``local_sgd(every=H)`` and the order atc, which leave the average in the
+    Goes with the complete graph, the algorithm atc and ``every=H``, which leave the average in the
     parameters after each H-th step.
 
     Args:

@@ -12,6 +12,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
+from gossamer.algorithms import parse_algorithm
 from gossamer.runtime_model import costs
 from gossamer.runtime_model.costs import Links
 from gossamer.runtime_model.model import (
@@ -43,11 +44,16 @@ class Job(NamedTuple):
 
     profile: Profile
     links: Links
+    algorithm: str = "awc"
+    """Of gossip."""
+
+    every: int = 1
+    """Steps from one exchange of gossip to the next."""
 
     @classmethod
-    def of(cls, profile: Profile, num_workers: int) -> Job:
+    def of(cls, profile: Profile, num_workers: int, algorithm: str = "awc", every: int = 1) -> Job:
         """Return a profile's job on this many workers, with the batch per worker unchanged."""
-        return cls(profile, Links.of(profile.network, num_workers))
+        return cls(profile, Links.of(profile.network, num_workers), algorithm, every)
 
     @property
     def bucket_bytes(self) -> list[int]:
@@ -161,6 +167,11 @@ def _passes(round: Round) -> float:
     return float(np.where(round.reduces, 2.0, round.in_degrees).mean())
 
 
+def order_of(algorithm: str) -> Order:
+    """Return when an iteration of an algorithm exchanges."""
+    return whole_step if parse_algorithm(algorithm).overlaps else after_update
+
+
 LOCAL_STEPS = 4
 """Of PostLocalSGD, from one all-reduce to the next."""
 
@@ -181,8 +192,14 @@ def schedule_of(topology: str, job: Job) -> Schedule:
     )
 
 
-def build(name: str, job: Job, order: Order = whole_step) -> TimedMethod:
-    """Return the method of a name: a row of METHODS, or a topology that gossip uses in an order."""
+def build(name: str, job: Job) -> TimedMethod:
+    """Return the method of a name: a row of METHODS, or a topology that gossip uses."""
     if name in METHODS:
         return METHODS[name](job)
-    return gossip(job, schedule=schedule_of(name, job), order=order)
+    algorithm = parse_algorithm(job.algorithm)
+    return gossip(
+        job,
+        schedule=algorithm.adapt(schedule_of(name, job), job.every),
+        order=order_of(job.algorithm),
+        repeats=algorithm.num_exchanges,
+    )

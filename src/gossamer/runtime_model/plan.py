@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
+from gossamer.algorithms import parse_algorithm
 from gossamer.errors import UserError, quoted
 from gossamer.runtime_model.factors import Split, split_saving
 from gossamer.runtime_model.methods import (
@@ -89,6 +90,12 @@ class Plan:
     strong: bool
     """Whether the batch of all workers together stays the profile's, at every scale."""
 
+    algorithm: str
+    """Of gossip."""
+
+    every: int
+    """Steps from one exchange of gossip to the next."""
+
     rows: tuple[Row, ...]
     advice: tuple[Advice, ...]
     missing: dict[str, str]
@@ -96,7 +103,9 @@ class Plan:
 
     def job(self, workers: int) -> Job:
         """Return the job at one of the scales."""
-        return _job(self.profile, workers, strong=self.strong)
+        compute = _compute_factor(self.profile, workers, strong=self.strong)
+        profile = self.profile.with_compute(compute)
+        return Job.of(profile, workers, self.algorithm, self.every)
 
 
 def make_plan(
@@ -105,6 +114,8 @@ def make_plan(
     *,
     topologies: Sequence[str] = TOPOLOGIES,
     strong: bool = False,
+    algorithm: str = "awc",
+    every: int = 1,
 ) -> Plan:
     """Predict all methods at all scales, and advise.
 
@@ -114,13 +125,17 @@ def make_plan(
         topologies: those that gossip may use.
         strong: whether the batch of all workers together stays the profile's, so that compute
             shrinks as workers are added; by default the batch of each worker stays.
+        algorithm: of gossip.
+        every: steps from one exchange of gossip to the next.
     """
     _check_scales(profile, workers)
+    parse_algorithm(algorithm)  # a name that is none is refused once, not at every topology
     rows: list[Row] = []
     advice: list[Advice] = []
     missing: dict[str, str] = {}
     for scale in dict.fromkeys(workers):
-        job = _job(profile, scale, strong=strong)
+        compute = _compute_factor(profile, scale, strong=strong)
+        job = Job.of(profile.with_compute(compute), scale, algorithm, every)
         of_scale = _rows(job, topologies, missing)
         if all(row.method in METHODS for row in of_scale):
             raise UserError(
@@ -132,6 +147,8 @@ def make_plan(
     return Plan(
         profile=profile,
         strong=strong,
+        algorithm=algorithm,
+        every=every,
         rows=tuple(rows),
         advice=tuple(advice),
         missing=missing,
@@ -154,9 +171,8 @@ def _check_scales(profile: Profile, workers: Sequence[int]) -> None:
         )
 
 
-def _job(profile: Profile, workers: int, *, strong: bool) -> Job:
-    factor = profile.workers / workers if strong else 1.0
-    return Job.of(profile.with_compute(factor), workers)
+def _compute_factor(profile: Profile, workers: int, *, strong: bool) -> float:
+    return profile.workers / workers if strong else 1.0
 
 
 def _rows(job: Job, topologies: Sequence[str], missing: dict[str, str]) -> list[Row]:
@@ -177,9 +193,11 @@ def _row(job: Job, name: str, prediction: Prediction, ddp_s: float) -> Row:
         sent = ring_copies(workers) * num_bytes / (1 if exact else LOCAL_STEPS)
         mixing, rounds = (1.0, 1) if exact else (None, None)
     else:
+        algorithm = parse_algorithm(job.algorithm)
         summary = summarize(schedule_of(name, job))
-        sent = summary.copies_sent * num_bytes
+        sent = summary.copies_sent * num_bytes * algorithm.num_exchanges / job.every
         mixing, rounds = summary.mixing_rate, summary.rounds_to_consensus
+        rounds = rounds and rounds * job.every
     return Row(
         method=name,
         workers=workers,

@@ -32,6 +32,7 @@ class Replicas:
         trained: its parameters that are trained, by name; all others stay the model's.
         num_workers: how many.
         rule: what happens to running statistics.
+        weighted: whether parameters carry a weight, as in push-sum.
     """
 
     def __init__(
@@ -40,6 +41,8 @@ class Replicas:
         trained: Mapping[str, nn.Parameter],
         num_workers: int,
         rule: StatisticsRule,
+        *,
+        weighted: bool = False,
     ) -> None:
         self._model = model
         self._rule = rule
@@ -49,6 +52,9 @@ class Replicas:
         self.buffers = {n: _stack(b, num_workers) for n, b in model.named_buffers()}
         """[W, ...] by name."""
         self._statistics = {name: self.buffers[name] for name in running_statistics(model)}
+        self.weighted = weighted
+        self.weight = torch.ones(num_workers, dtype=torch.float64)
+        """How much of the sum of all parameters each worker has, where they are weighted, [W]."""
 
     def gradient_memory(self) -> NamedTensors:
         """Return the stacked memory of gradients by name, which is kept from step to step."""
@@ -92,12 +98,25 @@ class Replicas:
             sent: statistics as neighbours get them, one per statistic; by default as they are.
         """
         norms_W = self.measured_norms(sent)
-        away = np.flatnonzero(np.isnan(norms_W)).tolist()
+        away = _not_finite(norms_W)
         if not away:
             self._mix(round, sent)
             return norms_W
-        with self._put_back(away, sent):
+        statistics = self._statistics.values() if self._rule.mixed else ()
+        with _put_back(away, [*self.parameters.values(), *statistics], sent):
             self._mix(round.without(away), sent)
+        return norms_W
+
+    def mix_state(self, state: Sequence[Tensor], round: Round) -> FloatArray:
+        """Mix a state that is like the parameters; workers where it is not finite are left out.
+
+        Returns its norms before that, [W], NaN of those.
+        """
+        norms_W = measured_norms(state)
+        away = _not_finite(norms_W)
+        with _put_back(away, state):
+            for tensor in state:
+                mix_(tensor, round.without(away) if away else round)
         return norms_W
 
     def measured_norms(self, sent: Sequence[Tensor] = ()) -> FloatArray:
@@ -105,27 +124,11 @@ class Replicas:
         statistics = (sent or self._statistics.values()) if self._rule.mixed else ()
         return measured_norms([*self.parameters.values(), *statistics])
 
-    @contextlib.contextmanager
-    def _put_back(self, workers: list[int], sent: Sequence[Tensor]) -> Generator[None]:
-        """Put back what workers have at the end of a block; in it they have zeros.
-
-        For a product even a weight of zero makes others NaN.
-        """
-        mixed = [
-            *self.parameters.values(),
-            *(self._statistics.values() if self._rule.mixed else ()),
-        ]
-        with torch.no_grad():
-            kept = [tensor[workers] for tensor in mixed]
-            for tensor in (*mixed, *sent):
-                tensor[workers] = 0
-            yield
-            for tensor, own in zip(mixed, kept, strict=True):
-                tensor[workers] = own
-
     def _mix(self, round: Round, sent: Sequence[Tensor]) -> None:
         for parameter in self.parameters.values():
             mix_(parameter, round)
+        if self.weighted:
+            mix_(self.weight, round)
         if self._rule.mixed:
             own_W = torch.from_numpy(round.self_weights.copy())
             statistics = list(self._statistics.values())
@@ -148,9 +151,16 @@ class Replicas:
     def average(self) -> nn.Module:
         """Return a plain module with the mean of all workers' parameters."""
         model = self.worker(0)
-        averaged = {**self.parameters, **(self._statistics if self._rule.averaged else {})}
-        _fill(model, ((name, stacked.mean(0)) for name, stacked in averaged.items()))
+        statistics = self._statistics if self._rule.averaged else {}
+        _fill(model, ((name, self._mean(stacked)) for name, stacked in self.parameters.items()))
+        _fill(model, ((name, stacked.mean(0)) for name, stacked in statistics.items()))
         return model
+
+    def _mean(self, stacked: Tensor) -> Tensor:
+        if not self.weighted:
+            return stacked.mean(0)
+        share_W = (self.weight / self.weight.sum()).to(stacked.dtype)
+        return torch.tensordot(share_W, stacked, dims=1)
 
     @torch.no_grad()
     def worker(self, worker: int) -> nn.Module:
@@ -199,6 +209,27 @@ class Replicas:
                 )
             for name, tensor in own.items():
                 tensor.copy_(state[saved][name])
+
+
+def _not_finite(norms_W: FloatArray) -> list[int]:
+    return np.flatnonzero(np.isnan(norms_W)).tolist()
+
+
+@contextlib.contextmanager
+def _put_back(
+    workers: list[int], mixed: Sequence[Tensor], sent: Sequence[Tensor] = ()
+) -> Generator[None]:
+    """Put back what workers have at the end of a block; in it they have zeros.
+
+    For a product even a weight of zero makes others NaN.
+    """
+    with torch.no_grad():
+        kept = [tensor[workers] for tensor in mixed]
+        for tensor in (*mixed, *sent):
+            tensor[workers] = 0
+        yield
+        for tensor, own in zip(mixed, kept, strict=True):
+            tensor[workers] = own
 
 
 def _stack(tensor: Tensor, num_workers: int) -> Tensor:

@@ -1,23 +1,15 @@
 """W workers of decentralized training in one process, as stacked tensors.
 
-One step is the specification that a distributed run is equal to, worker by worker:
-
-    awc (adapt while combine)              atc (adapt then combine)
-    1. gradient at x_t                     1. gradient at x_t
-    2. mix x_t with W_t                    2. optimizer step
-    3. optimizer step                      3. mix with W_t, as often as asked
-
-    x_{t+1} = Opt(W_t x_t; g(x_t))         x_{t+1} = W_t Opt(x_t; g(x_t))
-
-All workers start equal, so awc's step 0 has nothing to mix.
+One step is the specification that a distributed run is equal to, worker by worker: the gradient of
+every worker at its own parameters, then what the algorithm does around the optimizer's update
+(``gossamer.algorithms``), which ranks execute from the same description.
 """
 
 # W: workers, N: numbers per worker
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, final
 
 import numpy as np
@@ -26,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gossamer.algorithms import parse_algorithm
 from gossamer.consensus import (
     Decision,
     NormSteps,
@@ -35,7 +28,8 @@ from gossamer.consensus import (
     make_round_source,
     tensor_norms,
 )
-from gossamer.nonfinite import ParameterWatch, check_limit
+from gossamer.errors import UserError
+from gossamer.nonfinite import check_limit
 from gossamer.normalization import rule_of
 from gossamer.optim import with_num_workers
 from gossamer.simulate.clipping import check_clip_norm, clip_each_
@@ -43,13 +37,12 @@ from gossamer.simulate.gradients import Loss
 from gossamer.simulate.meter import StackedMeter
 from gossamer.simulate.mixing import check_round
 from gossamer.simulate.replicas import Replicas
-from gossamer.simulate.template import bytes_of, make_template
+from gossamer.simulate.stacked_context import StackedContext
+from gossamer.simulate.template import make_template
 from gossamer.simulate.update import MakeOptimizer, is_elementwise, make_update
 from gossamer.simulate.workers import AllWorkers
 from gossamer.topology import Round, Schedule, as_schedule
 from gossamer.topology.arrays import FloatArray
-
-_log = logging.getLogger(__name__)
 
 
 @final
@@ -63,7 +56,10 @@ class Simulation:
             step, such as ``lambda params: torch.optim.SGD(params, lr=0.1)``.
         workers: how many.
         topology: a string such as ``"lattice(k=4)"``, a Round, or a Schedule.
-        order: ``"awc"`` mixes while the gradient is computed, ``"atc"`` after the update.
+        order: another spelling of the algorithms ``"awc"`` and ``"atc"``.
+        algorithm: what a step does with rounds: ``"awc"``, the default, mixes while the gradient is
+            computed, ``"atc"`` after the update; others are in ``algorithms.ALGORITHMS``.
+        every: steps from one exchange to the next under awc and atc.
         gossip_steps: how often ``"atc"`` mixes per step, each time with the step's round.
         control: how far apart workers may be and what is done about it, as in ``decentralize``.
         buffers: running statistics of normalization layers are ``"average"``: each worker's own,
@@ -90,8 +86,10 @@ class Simulation:
         optimizer: MakeOptimizer,
         workers: int,
         topology: str | Round | Schedule = "one_peer_exponential",
-        order: str = "awc",
+        order: str = "",
         *,
+        algorithm: str = "",
+        every: int = 1,
         gossip_steps: int = 1,
         control: str | Policy | Target = "plain",
         buffers: str = "average",
@@ -103,14 +101,13 @@ class Simulation:
         norms_every: int = 0,
         nonfinite_rounds: int = 10,
     ) -> None:
-        self.schedule = as_schedule(topology, workers)
+        self._algorithm = parse_algorithm(algorithm, order)
+        self.schedule = self._algorithm.adapt(as_schedule(topology, workers), every)
         self.num_steps = 0
         """Steps taken so far."""
-        make_source = make_round_source(control, self.schedule, order, gossip_steps)
-        self._mix_and_update = (
-            self._adapt_while_combine if order == "awc" else self._adapt_then_combine
-        )
+        make_source = make_round_source(control, self.schedule, self._algorithm, gossip_steps)
         rule = rule_of(buffers)
+        self._algorithm.check_statistics(mixed=rule.mixed)
         check_limit(nonfinite_rounds)
         check_clip_norm(clip_norm)
         self._clip_norm = clip_norm
@@ -121,30 +118,25 @@ class Simulation:
         elementwise = is_elementwise(optimizer, template.trained.values())
 
         # - All workers
-        self._replicas = Replicas(template.model, template.trained, workers, rule)
-        self._parameters = self._replicas.parameters
-        self._watch = ParameterWatch(
-            "worker", range(workers), self._replicas.measured_norms(), nonfinite_rounds, _log
+        weighted = self._algorithm.weighted
+        self._replicas = Replicas(
+            template.model, template.trained, workers, rule, weighted=weighted
         )
+        self._parameters = self._replicas.parameters
         self._gradients = template.gradients
         self._update = make_update(optimizer, list(self._parameters.values()), elementwise)
-        self._next_rounds: tuple[Round, ...] = ()
-        """What awc's next step mixes with."""
+        self._algorithm.check_optimizers([self._update.optimizer])
         self._meter = StackedMeter(self._parameters, self._update.optimizer)
         self._source = make_source(self._meter)
-        self._norm_steps = NormSteps(self.schedule, order, norms_every)
+        self._context = StackedContext(
+            self._replicas, self._update, self._algorithm, self._source, nonfinite_rounds
+        )
+        self._norm_steps = NormSteps(self.schedule, self._algorithm.overlaps, norms_every)
         self.last_norms: FloatArray | None = None
         """L2 norms [T, W] of every parameter tensor of every worker, after an update and before it
         is mixed, as DBench correlates them; of the last step that measured them."""
         self.norms_step = 0
         """How many steps had been taken with the one that ``last_norms`` is of; 0 for none."""
-        self._copies_sent: npt.NDArray[np.float64] = np.zeros(workers)
-        self._messages_sent: npt.NDArray[np.int64] = np.zeros(workers, np.int64)
-        self.left_out: npt.NDArray[np.int64] = np.zeros(workers, np.int64)
-        """In how many rounds each worker was left out because its parameters were not finite."""
-        self.mean_moved = 0
-        """How many of those rounds moved the mean of the others: where weights are not
-        symmetric."""
 
     @property
     def num_workers(self) -> int:
@@ -168,13 +160,23 @@ class Simulation:
 
     @property
     def bytes_sent(self) -> npt.NDArray[np.float64]:
-        """Bytes that each worker would have sent so far for its parameters, [W]."""
-        return self._copies_sent * (bytes_of(self._parameters.values()) / self.num_workers)
+        """Bytes that each worker would have sent so far, [W]."""
+        return self._context.bytes_sent
 
     @property
     def messages_sent(self) -> npt.NDArray[np.int64]:
         """Messages that each worker would have sent so far, one bucket for all parameters, [W]."""
-        return self._messages_sent.copy()
+        return self._context.messages_sent
+
+    @property
+    def left_out(self) -> npt.NDArray[np.int64]:
+        """In how many rounds each worker was left out because its parameters were not finite."""
+        return self._context.left_out
+
+    @property
+    def mean_moved(self) -> int:
+        """How many of those rounds moved the mean of the others, as asymmetric weights do."""
+        return self._context.mean_moved
 
     def step(self, inputs: Any, targets: Any, round: Round | None = None) -> Tensor:
         """Train all workers for one step.
@@ -183,39 +185,37 @@ class Simulation:
             inputs: a tensor [W, B, ...] for ``model(x)``, a tuple of them for ``model(*x)``, or a
                 dict for ``model(**x)``.
             targets: what the loss gets as its second argument, with the same leading dimension.
-            round: what to mix with in place of the schedule's round of this step.
+            round: what to mix with in place of the schedule's round of this step, under awc and
+                atc.
 
         Returns:
             Each worker's loss before the step, [W].
         """
         if round is not None:
-            check_round(round, self.num_workers)
-        sent = self._replicas.statistics_to_send()
+            self._check_given(round)
         losses = self._gradient(inputs, targets)
         if self._clip_norm:
             clip_each_(self._parameters.values(), self._clip_norm)
+        self._context.given = round
         self._source.before_update(self.num_steps)
-        self._mix_and_update(round, sent)
-        self.num_steps += 1
-        return losses
-
-    def _adapt_while_combine(self, given: Round | None, sent: list[Tensor]) -> None:
-        rounds = self._next_rounds if given is None else (given,)
-        for round in rounds if self.num_steps > 0 else ():
-            self._mix(round, sent)
-        self._update_and_measure()
-        self._next_rounds = self._source.rounds(self.num_steps + 1)
-
-    def _adapt_then_combine(self, given: Round | None, sent: list[Tensor]) -> None:
-        self._update_and_measure()
-        for round in self._source.rounds(self.num_steps) if given is None else (given,):
-            self._mix(round)
-
-    def _update_and_measure(self) -> None:
+        with torch.no_grad():
+            self._algorithm.before_update(self._context, self.num_steps)
         self._update.step()
         if self.num_steps in self._norm_steps:
             self.last_norms = tensor_norms([*self._parameters.values()])
             self.norms_step = self.num_steps + 1
+        with torch.no_grad():
+            self._algorithm.after_update(self._context, self.num_steps)
+        self.num_steps += 1
+        return losses
+
+    def _check_given(self, round: Round) -> None:
+        check_round(round, self.num_workers)
+        if not self._algorithm.plain or not round.keeps_consensus:
+            raise UserError(
+                "a round for one step needs awc or atc, and rows that sum to one, got "
+                f"{self._algorithm.name}; give the simulation a Schedule"
+            )
 
     def _gradient(self, inputs: Any, targets: Any) -> Tensor:
         """Compute each worker's loss and gradient at its own parameters; return the losses."""
@@ -236,15 +236,6 @@ class Simulation:
             del computed  # or its gradients would be held while the next chunk is computed
         replicas.drop_gradients(self._parameters.keys() - used)
         return losses_W
-
-    def _mix(self, round: Round, sent: Sequence[Tensor] = ()) -> None:
-        """Mix with a round, statistics as neighbours get them, and count what is sent."""
-        finite_W = self._watch.look(self._replicas.mix(round, sent), self.num_steps)
-        if not finite_W.all():
-            self.left_out += ~finite_W
-            self.mean_moved += not round.symmetric
-        self._copies_sent += round.copies_sent
-        self._messages_sent += round.messages_sent
 
     def consensus_distance(self) -> float:
         """Return Ξ, with Ξ² = (1/W) Σ_i ‖x̄ − x_i‖², over all parameters."""
@@ -285,8 +276,7 @@ class Simulation:
             "optimizer": self._update.state_dict(),
             "gradients": self._gradients.state_dict(),
             "control": self._source.state_dict(),
-            "copies_sent": self._copies_sent.tolist(),
-            "messages_sent": self._messages_sent.tolist(),
+            "algorithm": self._context.state_dict(),
             "norms_step": self.norms_step,
             "last_norms": None if self.last_norms is None else torch.from_numpy(self.last_norms),
         }
@@ -294,14 +284,12 @@ class Simulation:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from the state of a simulation that was built with the same arguments."""
         self._replicas.load_state_dict(state)
-        self._watch.forget_norms()
+        self._context.load_state_dict(state["algorithm"])
         self._update.load_state_dict(state["optimizer"])
         self._gradients.load_state_dict(state["gradients"])
-        self._copies_sent = np.array(state["copies_sent"])
-        self._messages_sent = np.array(state["messages_sent"])
         self.num_steps = state["num_steps"]
         self.norms_step, norms = state.get("norms_step", 0), state.get("last_norms")
         self.last_norms = None if norms is None else norms.numpy()
         self._source.load_state_dict(state["control"], self.num_steps)
         if self.num_steps > 0:
-            self._next_rounds = self._source.resume(self.num_steps)
+            self._algorithm.resume(self._context, self.num_steps)

@@ -38,6 +38,10 @@ class Update(Protocol):
         """Step all workers from the stacked gradients."""
         ...
 
+    def learning_rates(self) -> list[float]:
+        """Return the rate of each stacked parameter, in their order."""
+        ...
+
     def state_dict(self) -> dict[str, Any]:
         """Return the state of all workers' optimizers."""
         ...
@@ -59,7 +63,9 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def make_update(make: MakeOptimizer, stacked: list[nn.Parameter], elementwise: bool) -> Update:
     """Return an optimizer on stacked parameters, or one per worker where that is not the same."""
-    return StackedUpdate(build(make, stacked)) if elementwise else PerWorkerUpdate(make, stacked)
+    if elementwise:
+        return StackedUpdate(build(make, stacked), stacked)
+    return PerWorkerUpdate(make, stacked)
 
 
 def state_bytes(make: MakeOptimizer, parameters: Iterable[nn.Parameter]) -> int:
@@ -109,12 +115,17 @@ def is_elementwise(make: MakeOptimizer, parameters: Iterable[nn.Parameter]) -> b
 class StackedUpdate:
     """One optimizer on stacked parameters."""
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, stacked: list[nn.Parameter]) -> None:
         self.optimizer = optimizer
+        self._stacked = stacked
 
     def step(self) -> None:
         """Step all workers from the stacked gradients."""
         self.optimizer.step()
+
+    def learning_rates(self) -> list[float]:
+        """Return the rate of each stacked parameter, in their order."""
+        return _rates(self.optimizer, self._stacked)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer."""
@@ -152,6 +163,10 @@ class PerWorkerUpdate:
                 p.grad = None if q.grad is None else q.grad[i]
             optimizer.step()
         self._known = self._settings()
+
+    def learning_rates(self) -> list[float]:
+        """Return the rate of each stacked parameter, in their order."""
+        return _rates(self.optimizer, self._own[0])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all optimizers."""
@@ -198,6 +213,12 @@ def build(make: MakeOptimizer, parameters: list[nn.Parameter]) -> Optimizer:
             "again; use SGD or Adam"
         )
     return optimizer
+
+
+def _rates(optimizer: Optimizer, parameters: list[nn.Parameter]) -> list[float]:
+    groups = optimizer.param_groups
+    rates = {id(p): float(group["lr"]) for group in groups for p in group["params"]}
+    return [rates.get(id(parameter), 0.0) for parameter in parameters]
 
 
 def _step(optimizer: Optimizer, parameters: list[nn.Parameter], grads: list[Tensor]) -> None:

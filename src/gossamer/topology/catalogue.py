@@ -41,7 +41,6 @@ CATALOGUE: dict[str, Entry] = {
     "one_peer_exponential": Entry(schedules.one_peer_exponential),
     "one_peer_hypercube": Entry(schedules.one_peer_hypercube),
     "random_matching": Entry(schedules.random_matching),
-    "local_sgd": Entry(schedules.local_sgd, "every=4"),
     "aer": Entry(schedules.aer, "workers_per_node=4"),
     "base_graph": Entry(schedules.base_graph, "k=1"),
     "od_equidyn": Entry(schedules.od_equidyn),

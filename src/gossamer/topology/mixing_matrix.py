@@ -26,16 +26,17 @@ from gossamer.topology.arrays import (
 
 @final
 class MixingMatrix:
-    """Weights that are stochastic by rows; see ``Round`` for what its answers mean.
+    """Weights that are stochastic; see ``Round`` for what its answers mean.
 
     Args:
         weights: W, which is copied.
-        doubly_stochastic: whether columns must sum to one as well.
+        rows: whether rows must sum to one.
+        columns: whether columns must.
     """
 
-    def __init__(self, weights: Sparse, *, doubly_stochastic: bool) -> None:
+    def __init__(self, weights: Sparse, *, rows: bool, columns: bool) -> None:
         self.weights = _canonical(weights)
-        _check_stochastic(self.weights, doubly_stochastic)
+        _check_stochastic(self.weights, rows=rows, columns=columns)
         for array in (self.weights.data, self.weights.indices, self.weights.indptr):
             freeze(array)
 
@@ -68,8 +69,13 @@ class MixingMatrix:
 
     @property
     def conserves_mean(self) -> bool:
-        """Whether W is doubly stochastic."""
+        """Whether columns sum to one."""
         return np.allclose(self.weights.sum(axis=0), 1.0, rtol=0, atol=TOLERANCE)
+
+    @property
+    def keeps_consensus(self) -> bool:
+        """Whether rows sum to one."""
+        return np.allclose(self.weights.sum(axis=1), 1.0, rtol=0, atol=TOLERANCE)
 
     @property
     def is_connected(self) -> bool:
@@ -122,18 +128,19 @@ def is_connected(weights: Sparse) -> bool:
     return num_components == 1
 
 
-def without(weights: Sparse, away: BoolArray) -> Sparse:
-    """Return the weights where some workers neither give nor take; others keep theirs on their own.
+def without(weights: Sparse, away: BoolArray, *, keep: bool) -> Sparse:
+    """Return the weights where some workers neither give nor take.
 
     Args:
-        weights: stochastic by rows.
+        weights: any.
         away: whether each worker is one of them.
+        keep: whether others keep on their own what they would give to them.
     """
     receivers = np.repeat(np.arange(len(away)), np.diff(weights.indptr))
     exchanged = np.where(away[receivers] | away[weights.indices], 0.0, weights.data)
     others = csr_array((exchanged, weights.indices, weights.indptr), shape=weights.shape)
     towards_them = cast(FloatArray, weights @ away.astype(np.float64))
-    kept = np.where(away, 1.0, towards_them)
+    kept = np.where(away, 1.0, towards_them if keep else 0.0)
     return cast("Sparse", csr_array(others + diags_array(kept)))
 
 
@@ -150,19 +157,20 @@ def _canonical(matrix: Sparse) -> Sparse:
     return weights
 
 
-def _check_stochastic(weights: Sparse, doubly: bool) -> None:
+def _check_stochastic(weights: Sparse, *, rows: bool, columns: bool) -> None:
     if not np.all(weights.data >= 0):  # also false for NaN
         raise UserError(
             f"mixing weights must be non-negative numbers, got {weights.data.min()}; "
             "build the round with topology.weights.uniform or metropolis"
         )
-    _check_sums(weights.sum(axis=1), "row", "divide each row by its sum")
-    if doubly:
+    if rows:
+        _check_sums(weights.sum(axis=1), "row", "divide each row by its sum")
+    if columns:
         remedy = (
             "use topology.weights.metropolis, which conserves the mean, or pass "
             "doubly_stochastic=False to declare a round that does not"
         )
-        _check_sums(weights.sum(axis=0), "column", remedy)
+        _check_sums(weights.sum(axis=0), "column", remedy if rows else "divide it by its sum")
 
 
 def _check_sums(sums: FloatArray, what: str, remedy: str) -> None:

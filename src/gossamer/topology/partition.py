@@ -39,6 +39,7 @@ class Partition:
 
     symmetric = True
     conserves_mean = True
+    keeps_consensus = True
 
     def __init__(self, labels: IntArray) -> None:
         _, first, group = np.unique(labels, return_index=True, return_inverse=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -48,19 +48,32 @@ class Round:
         weights: the mixing matrix W; W[i, j] is the weight worker i gives to j's parameters.
         doubly_stochastic: whether columns must sum to one as well, so that mixing conserves the
             mean. Pass False to declare a round that does not.
+        column_stochastic: whether columns sum to one and rows need not: each worker shares out all
+            that it has, as push-sum does.
     """
 
     _form: MixingMatrix | Partition
     """Whoever knows the weights; a partition where one was given, whatever a matrix amounts to."""
 
-    def __init__(self, weights: Sparse, *, doubly_stochastic: bool = True) -> None:
-        self._form = MixingMatrix(weights, doubly_stochastic=doubly_stochastic)
+    def __init__(
+        self, weights: Sparse, *, doubly_stochastic: bool = True, column_stochastic: bool = False
+    ) -> None:
+        self._form = MixingMatrix(
+            weights, rows=not column_stochastic, columns=column_stochastic or doubly_stochastic
+        )
 
     @classmethod
     def within(cls, partition: Partition) -> Round:
         """Return the round in which workers average within groups."""
         round = cls.__new__(cls)
         round._form = partition
+        return round
+
+    @classmethod
+    def unchecked(cls, weights: Sparse) -> Round:
+        """Return a round of any weights that are not negative."""
+        round = cls.__new__(cls)
+        round._form = MixingMatrix(weights, rows=False, columns=False)
         return round
 
     @property
@@ -120,6 +133,11 @@ class Round:
         return self._form.conserves_mean
 
     @cached_property
+    def keeps_consensus(self) -> bool:
+        """Whether rows sum to one: workers that agree stay where they are."""
+        return self._form.keeps_consensus
+
+    @cached_property
     def is_connected(self) -> bool:
         """Whether this round, again and again, takes what one worker knows to every other."""
         return self._form.is_connected
@@ -134,13 +152,14 @@ class Round:
 
         Whoever would mix with them keeps that weight on its own parameters, and groups that average
         exactly do not mix where one of them is a member. The mean of the others stays what it is
-        where weights are symmetric.
+        where weights are symmetric. Where rows do not sum to one, what they would give is lost.
         """
         away = np.zeros(self.num_workers, np.bool_)
         away[list(workers)] = True
         if self.partition is not None:
             return Round.within(self.partition.without(away))
-        return Round(without(self.matrix(), away), doubly_stochastic=False)
+        left = without(self.matrix(), away, keep=self.keeps_consensus)
+        return Round.unchecked(left)
 
     # - Groups, and what is sent
 
@@ -219,7 +238,7 @@ class Round:
         # Arrays do not stay read-only through a pickle or a copy; a new round freezes them again.
         if isinstance(self._form, Partition):
             return Round.within, (self._form,)
-        return partial(Round, doubly_stochastic=self.conserves_mean), (self._form.weights,)
+        return Round.unchecked, (self._form.weights,)
 
     def __repr__(self) -> str:
         return f"Round({self.num_workers} workers, degree {self.degree})"

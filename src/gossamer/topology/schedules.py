@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import final
+from typing import Literal, final
 
 import numpy as np
 from scipy.sparse import csr_array
@@ -32,12 +32,12 @@ from gossamer.topology.graphs import (
     powers_of_two_below,
 )
 from gossamer.topology.round import Round
-from gossamer.topology.weights import group_average
+from gossamer.topology.weights import group_average, nobody
 
 _ROUNDS_KEPT = 64
 
-MAX_LOCAL_STEPS = 2**14
-"""Of local SGD: who looks for the exact average goes through a period."""
+MAX_EVERY = 2**14
+"""Steps from one exchange to the next: who looks for the exact average goes through a period."""
 
 
 @final
@@ -50,12 +50,15 @@ class Schedule:
         period: the number of steps after which rounds repeat, or None where they never do.
         build: returns the round of a step in 0..period − 1 (of any step where period is None).
         name: what reports call it; ``parse`` sets it to a string that parses to the same schedule.
+        counts: what its rounds follow each other by where not every step has an exchange: the
+            ``"exchanges"`` that were made, or for a schedule of training time the ``"steps"``.
     """
 
     num_workers: int
     period: int | None
     build: Callable[[int], Round] = field(repr=False)
     name: str = "custom"
+    counts: Literal["exchanges", "steps"] = "exchanges"
     _kept: Callable[[int], Round] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -102,6 +105,38 @@ def cycle(rounds: Sequence[Round]) -> Schedule:
     return Schedule(sizes[0], len(kept), kept.__getitem__)
 
 
+def spaced(schedule: Schedule, every: int) -> Schedule:
+    """The rounds of a schedule at every so many steps, and local steps in between.
+
+    W_t is the identity unless t + 1 is a multiple of ``every``. A schedule that counts exchanges
+    goes on where it was; by the step, one-peer exponential on 16 workers would use one of its four
+    matchings for ever at every = 4. On the complete graph this is local SGD.
+
+    Args:
+        schedule: any.
+        every: steps from one exchange to the next; 1 is the schedule itself.
+    """
+    if type(every) is not int or not 1 <= every <= MAX_EVERY:
+        raise UserError(
+            f"every must be a whole number of steps from 1 to {MAX_EVERY:,}, got {quoted(every)}; "
+            "1 exchanges at every step"
+        )
+    if every == 1:
+        return schedule
+    alone = nobody(schedule.num_workers)
+
+    def build(step: int) -> Round:
+        if (step + 1) % every:
+            return alone
+        return schedule.round(step // every if schedule.counts == "exchanges" else step)
+
+    period = schedule.period
+    if period is not None:
+        period = every * period if schedule.counts == "exchanges" else math.lcm(every, period)
+    name = f"{schedule.name}, every {every} steps"
+    return Schedule(schedule.num_workers, period, build, name, schedule.counts)
+
+
 def one_peer_ring(num_workers: int) -> Schedule:
     """Alternating pairs on a ring: (0,1)(2,3)…, then (1,2)(3,4)…; an odd ring rests one in turn."""
     check_workers(num_workers)
@@ -142,26 +177,6 @@ def one_peer_hypercube(num_workers: int) -> Schedule:
         return group_average(np.arange(num_workers) & ~(1 << step))
 
     return Schedule(num_workers, max(1, num_bits), build)
-
-
-def local_sgd(num_workers: int, every: int = 8) -> Schedule:
-    """Nobody talks, but every so many steps all workers average: local SGD.
-
-    W_t = 11ᵀ/n where t + 1 is a multiple of ``every``, I at other steps.
-    """
-    check_workers(num_workers)
-    _positive(every, "local_sgd", "every")
-    if every > MAX_LOCAL_STEPS:
-        raise UserError(
-            f"local_sgd needs every of at most {MAX_LOCAL_STEPS:,} steps, got {quoted(every)}; "
-            "average more often"
-        )
-
-    def build(step: int) -> Round:
-        alone = np.arange(num_workers)
-        return group_average(alone if step < every - 1 else np.zeros_like(alone))
-
-    return Schedule(num_workers, every, build)
 
 
 def random_matching(num_workers: int, seed: int = 0) -> Schedule:
@@ -295,7 +310,7 @@ def ada(num_workers: int, k0: int, gamma: float, steps_per_epoch: int) -> Schedu
     def build(step: int) -> Round:
         return with_degree(max(k0 - int(gamma * (step // steps_per_epoch)), 2))
 
-    return Schedule(num_workers, None, build)
+    return Schedule(num_workers, None, build, counts="steps")
 
 
 def _equidyn(

@@ -13,6 +13,7 @@ from functools import reduce
 from typing import cast
 
 import numpy as np
+import numpy.typing as npt
 
 from gossamer.errors import UserError
 from gossamer.topology.arrays import FloatArray, Shifts, Sparse
@@ -48,6 +49,28 @@ def spectral_gap(round: Round) -> float:
         return 1.0 - _deviation([round])
     moduli = np.sort(np.abs(np.linalg.eigvals(round.matrix().toarray())))
     return 1.0 - float(moduli[-2])
+
+
+def smallest_eigenvalue(round: Round) -> float:
+    """Return λ_min of a round with symmetric weights.
+
+    >>> from gossamer.topology import ring
+    >>> f"{smallest_eigenvalue(ring(16)):.4f}"
+    '-0.3333'
+    """
+    if not round.symmetric:
+        raise UserError(
+            "the smallest eigenvalue is that of symmetric weights, got others; use metropolis "
+            "weights on an undirected graph"
+        )
+    if round.shifts is not None:
+        return float(_circulant_eigenvalues([round.shifts], round.num_workers).real.min())
+    if round.num_workers <= _DENSE_BELOW:
+        return float(np.linalg.eigvalsh(round.matrix().toarray())[0])
+    from scipy.sparse.linalg import eigsh  # slow to import
+
+    start = _random_starts(round.num_workers, 1).ravel()
+    return float(eigsh(round.matrix(), k=1, which="SA", v0=start, return_eigenvectors=False)[0])
 
 
 def contraction(schedule: Schedule, steps: int | None = None) -> float:
@@ -174,12 +197,19 @@ def _deviation(rounds: Sequence[Round]) -> float:
 
 def _circulant_deviation(shifts: Sequence[Shifts], num_workers: int) -> float:
     """Circulant matrices share the Fourier basis: eigenvalues multiply. The first is the mean's."""
+    moduli = np.abs(_circulant_eigenvalues(shifts, num_workers))[:, 1:]
+    moduli[moduli < 1e-12] = 0.0  # rounding error of an eigenvalue that is zero
+    return float(moduli.prod(axis=0).max())
+
+
+def _circulant_eigenvalues(
+    shifts: Sequence[Shifts], num_workers: int
+) -> npt.NDArray[np.complex128]:
+    """Return the eigenvalues of each round, that of the mean first, one of conjugate pairs."""
     rows = np.zeros((len(shifts), num_workers))
     for row, (distances, weights) in zip(rows, shifts, strict=True):
         row[distances] = weights
-    moduli = np.abs(np.fft.rfft(rows, axis=1))[:, 1:]
-    moduli[moduli < 1e-12] = 0.0  # rounding error of an eigenvalue that is zero
-    return float(moduli.prod(axis=0).max())
+    return np.fft.rfft(rows, axis=1)
 
 
 def _lanczos(factors: Sequence[Sparse]) -> float:

@@ -60,6 +60,11 @@ def group_average(labels: IntArray) -> Round:
     return Round.within(Partition(labels))
 
 
+def nobody(num_workers: int) -> Round:
+    """The round of a local step: every worker keeps what it has."""
+    return group_average(np.arange(num_workers))
+
+
 def damped(round: Round, gamma: float) -> Round:
     """Return γW + (1 − γ)I: every worker moves the share γ of the way that the round would move it.
 
@@ -72,6 +77,25 @@ def damped(round: Round, gamma: float) -> Round:
     kept = eye_array(round.num_workers, format="csr")
     weights = csr_array(gamma * round.matrix() + (1 - gamma) * kept)
     return Round(weights, doubly_stochastic=round.conserves_mean)
+
+
+def pushed(round: Round) -> Round:
+    """Return the round in which each worker shares out all that it has, as push-sum asks for.
+
+    P_ji = 1 / (k_i + 1) for i itself and each of the k_i workers that it sends to: columns sum to
+    one. A round whose columns do so already is returned as it is.
+
+    >>> from gossamer.topology import from_matrix
+    >>> one_way = from_matrix([[1.0, 0.0], [0.5, 0.5]], doubly_stochastic=False)
+    >>> pushed(one_way).matrix().toarray().tolist()
+    [[0.5, 0.0], [0.5, 1.0]]
+    """
+    if round.conserves_mean:
+        return round
+    takes = round.matrix()
+    takes.data = np.ones_like(takes.data)
+    takes = csr_array(takes.maximum(eye_array(round.num_workers)))
+    return Round(csr_array(takes @ diags_array(1.0 / takes.sum(axis=0))), column_stochastic=True)
 
 
 def _is_regular(adjacency: Sparse) -> bool:

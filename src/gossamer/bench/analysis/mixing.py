@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gossamer.algorithms import parse_algorithm
 from gossamer.engine import CENTRALIZED
-from gossamer.engine.spec import make_schedule
+from gossamer.engine.spec import adapted_schedule
 from gossamer.errors import UserError
 from gossamer.records import Step
 from gossamer.registry import is_plugin
@@ -22,9 +23,13 @@ def schedule_of(spec: Mapping[str, Any]) -> Schedule | None:
 
     Records are data: what they name may be any code, and is not run to read them.
     """
-    if spec["topology"] == CENTRALIZED or is_plugin(spec["topology"]):
+    if spec["topology"] == CENTRALIZED or any(map(is_plugin, _named(spec))):
         return None
-    return make_schedule(spec["topology"], spec["workers"], spec["steps_per_epoch"])
+    return adapted_schedule(*_named(spec), spec["workers"], spec["steps_per_epoch"], spec["every"])
+
+
+def _named(spec: Mapping[str, Any]) -> tuple[str, str]:
+    return spec["algorithm"], spec["topology"]
 
 
 def mixing_facts(spec: Mapping[str, Any], steps: Sequence[Step]) -> dict[str, Any]:
@@ -73,5 +78,6 @@ def _acted(spec: Mapping[str, Any], schedule: Schedule | None, step: Step) -> bo
     if schedule is None:
         return False
     # Under awc a record has the rounds of the step that comes next.
-    plain = schedule.round(step.step if spec["order"] == "awc" else step.step - 1)
+    overlaps = parse_algorithm(spec["algorithm"]).overlaps
+    plain = schedule.round(step.step if overlaps else step.step - 1)
     return (step.rounds, step.degree) != (spec["gossip_steps"], plain.degree)

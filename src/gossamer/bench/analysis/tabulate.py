@@ -30,7 +30,7 @@ MEASURES: dict[str, str] = {
 """The measures of dispersion and what a report calls them."""
 
 _NEEDED = {
-    *("workload", "workers", "method", "topology", "engine", "seed", "order", "control", "lr"),
+    *("workload", "workers", "method", "topology", "engine", "seed", "algorithm", "control", "lr"),
     *("gossip_steps", "epochs", "steps_per_epoch"),
 }
 """Fields without which a run has no place in a table."""
@@ -173,7 +173,8 @@ def _run(
         **{name: spec[name] for name in ("workload", "workers", "engine", "seed")},
         "topology": shorten(spec["topology"]),
         "centralized": spec["topology"] == CENTRALIZED,
-        "order": spec["order"],
+        "algorithm": shorten(spec["algorithm"]),
+        "every": spec["every"],
         "control": shorten(spec["control"]),
         "lr": spec["lr"],
         "metric": workload.metric_name,
@@ -228,7 +229,8 @@ _RUN_SCHEMA: dict[str, Any] = {
     "seed": pl.Int64,
     "topology": pl.String,
     "centralized": pl.Boolean,
-    "order": pl.String,
+    "algorithm": pl.String,
+    "every": pl.Int64,
     "control": pl.String,
     "lr": pl.Float64,
     "metric": pl.String,

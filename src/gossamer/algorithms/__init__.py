@@ -1,0 +1,20 @@
+"""What a step does with rounds: one file and one row of a table each, executed by both engines."""
+
+from gossamer.algorithms.algorithm import PARAMETERS, Algorithm, StepContext, mix
+from gossamer.algorithms.catalogue import (
+    ALGORITHM_REGISTRY,
+    ALGORITHMS,
+    name_of,
+    parse_algorithm,
+)
+
+__all__ = [
+    "ALGORITHMS",
+    "ALGORITHM_REGISTRY",
+    "PARAMETERS",
+    "Algorithm",
+    "StepContext",
+    "mix",
+    "name_of",
+    "parse_algorithm",
+]

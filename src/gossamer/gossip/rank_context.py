@@ -1,0 +1,129 @@
+"""What an algorithm's step works on, on a rank: one worker's tensors, and exchanges with peers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gossamer.algorithms import PARAMETERS
+from gossamer.consensus import RoundSource
+from gossamer.errors import UserError
+from gossamer.gossip.mixer import Mixer, MixerState
+from gossamer.gossip.replica import Replica
+from gossamer.topology import Round
+
+
+@final
+class RankContext:
+    """A ``StepContext`` of one worker.
+
+    Args:
+        trained: its parameters.
+        optimizers: what updates them.
+        replica: holds the states that an algorithm keeps.
+        mixers: of each state that is exchanged, by name.
+        source: gives the rounds of every step, and sees gradients before the update.
+    """
+
+    def __init__(
+        self,
+        trained: Sequence[Tensor],
+        optimizers: Sequence[Optimizer],
+        replica: Replica,
+        mixers: Mapping[str, Mixer],
+        source: RoundSource,
+    ) -> None:
+        self.parameters = trained
+        self._optimizers = optimizers
+        self._replica = replica
+        self._mixers = mixers
+        self.mixer = mixers[PARAMETERS]
+        """Of the parameters: all that may be in flight between two steps."""
+        self.source = source
+        self._to_agree_on = ""
+
+    def gradients(self) -> Sequence[Tensor]:
+        """Return the gradients; zeros where the loss did not depend on a parameter."""
+        if any(getattr(each, "grad_scale", None) is not None for each in self._optimizers):
+            raise UserError(
+                "an algorithm that reads gradients needs them unscaled, got those of a fused "
+                "optimizer under a scaler; call scaler.unscale_(optimizer) before the step"
+            )
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            elif parameter.grad.is_sparse:
+                raise UserError(
+                    "an algorithm that reads gradients needs dense ones, got a sparse one; use "
+                    "sparse=False in nn.Embedding, or algorithm='awc'"
+                )
+        return [p.grad for p in self.parameters if p.grad is not None]
+
+    def memory(self, name: str) -> Sequence[Tensor]:
+        """Return a state that an algorithm keeps."""
+        return self._replica.states[name]
+
+    def weights(self) -> Sequence[Tensor]:
+        """Return the worker's weight, for each parameter."""
+        weight = self._replica.weight[0]
+        return [weight.to(parameter.dtype) for parameter in self.parameters]
+
+    def reset_weight(self) -> None:
+        """Let the worker's weight be 1 again."""
+        self._replica.weight.fill_(1.0)
+
+    def learning_rates(self) -> Sequence[float]:
+        """Return the rate that each parameter is updated with."""
+        groups = [group for each in self._optimizers for group in each.param_groups]
+        rates = {id(p): float(group["lr"]) for group in groups for p in group["params"]}
+        return [rates[id(parameter)] for parameter in self.parameters]
+
+    def rounds(self, step: int) -> Sequence[Round]:
+        """Return what a step mixes with."""
+        return self._note_decision(self.source.rounds(step))
+
+    def resumed_rounds(self, step: int) -> Sequence[Round]:
+        """Return what ``rounds`` returned."""
+        return self._note_decision(self.source.resume(step))
+
+    def start(self, round: Round, step: int, state: str = PARAMETERS) -> None:
+        """Begin to exchange a state."""
+        agrees_on, self._to_agree_on = self._to_agree_on, ""
+        self._mixers[state].start(round, step, agrees_on=agrees_on)
+
+    def finish(self, state: str = PARAMETERS) -> None:
+        """Wait for the exchange of a state, and mix it."""
+        mixer = self._mixers[state]
+        if mixer.state is not MixerState.IDLE:
+            mixer.finish()
+
+    def _note_decision(self, rounds: tuple[Round, ...]) -> tuple[Round, ...]:
+        """Let the first exchange of a decision compare it: all ranks must have made it."""
+        decision = self.source.decision
+        self._to_agree_on = "" if decision is None else decision.digest
+        return rounds
+
+    def close(self) -> None:
+        """Wait for what is in flight, and let go of all memory."""
+        for mixer in self._mixers.values():
+            mixer.close()
+
+    # - State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what an algorithm keeps; references, as in torch."""
+        state: dict[str, Any] = dict(self._replica.states)
+        return state | ({"weight": self._replica.weight} if self._replica.weighted else {})
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state of the same algorithm."""
+        for name, own in self._replica.states.items():
+            for tensor, saved in zip(own, state[name], strict=True):
+                tensor.copy_(saved)
+        if self._replica.weighted:
+            self._replica.weight.copy_(state["weight"])

@@ -1,0 +1,433 @@
+"""Algorithms on both engines: parity with their specification, and what each of them is for."""
+
+from __future__ import annotations
+
+import copy
+import random
+import time
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim import SGD
+
+from gossamer import Checkpoints, Simulation, decentralize
+from gossamer.algorithms import ALGORITHMS, parse_algorithm
+from gossamer.errors import UserError
+from gossamer.topology import from_matrix, parse, ring, spaced, static
+from tests import reference
+from tests.ranks import run_ranks
+from tests.reference import ALGORITHM_CASES, ALL_OPTIMIZERS, loss_of, make_model, vector_of
+
+NUM_STEPS = 9
+CASES = [
+    (name, topology, optimizers[i % len(optimizers)])
+    for name, (topologies, optimizers) in ALGORITHM_CASES.items()
+    for i, topology in enumerate(topologies)
+]
+SIMULATED = [
+    (name, topology, optimizer)
+    for name, (topologies, optimizers) in ALGORITHM_CASES.items()
+    for topology, optimizer in product(topologies, optimizers)
+]
+
+
+def train_rank(
+    group: ProcessGroup, topology: Any, optimizer_name: str, delay_ms: float = 0, **options: Any
+) -> Tensor:
+    """Train one rank as a user would, in small buckets, some late."""
+    model = make_model()
+    optimizer = ALL_OPTIMIZERS[optimizer_name](model.parameters())
+    dice = random.Random(group.rank())
+    with decentralize(model, optimizer, topology, process_group=group, bucket_mb=2e-4, **options):
+        for step in range(NUM_STEPS):
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            loss_of(model, group.rank(), step).backward()
+            time.sleep(dice.uniform(0, delay_ms) / 1e3)
+            optimizer.step()
+    return vector_of(model)
+
+
+def simulate(topology: Any, optimizer_name: str, workers: int = 8, **options: Any) -> Simulation:
+    sim = Simulation(
+        make_model(),
+        nn.functional.mse_loss,
+        ALL_OPTIMIZERS[optimizer_name],
+        workers,
+        topology,
+        dtype=torch.float64,
+        **options,
+    )
+    for step in range(NUM_STEPS):
+        batches = [reference.batch(worker, step) for worker in range(workers)]
+        inputs, targets = (torch.stack(part) for part in zip(*batches, strict=True))
+        sim.step(inputs, targets)
+    return sim
+
+
+def assert_equal(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+
+
+def of_simulation(sim: Simulation) -> list[Tensor]:
+    return [vector_of(sim.worker(worker)) for worker in range(sim.num_workers)]
+
+
+# - Parity
+
+
+def test_every_algorithm_has_a_specification_and_cases() -> None:
+    """A row of the table is compared with its reference, or this fails."""
+    assert {*reference.STEPS} == {*ALGORITHMS}
+    assert {*ALGORITHM_CASES} == {*ALGORITHMS} - {"awc", "atc"}
+
+
+@pytest.mark.usefixtures("delays")
+@pytest.mark.parametrize(("algorithm", "topology", "optimizer"), CASES)
+def test_ranks_equal_the_reference(algorithm: str, topology: str, optimizer: str) -> None:
+    """Eight ranks over Gloo, late at random: each worker is where the equations put it."""
+    options: Any = {"algorithm": algorithm, "delay_ms": 1}
+    ranks = run_ranks(8, lambda group: train_rank(group, topology, optimizer, **options))
+    make = ALL_OPTIMIZERS[optimizer]
+    assert_equal(ranks, reference.train(parse(topology, 8), algorithm, make, NUM_STEPS))
+
+
+@pytest.mark.parametrize(("algorithm", "topology", "optimizer"), SIMULATED)
+def test_the_simulation_equals_the_reference(algorithm: str, topology: str, optimizer: str) -> None:
+    """Every topology and optimizer that an algorithm is tried with, to 1e-10."""
+    sim = simulate(topology, optimizer, algorithm=algorithm)
+    make = ALL_OPTIMIZERS[optimizer]
+    assert_equal(
+        of_simulation(sim), reference.train(parse(topology, 8), algorithm, make, NUM_STEPS)
+    )
+
+
+@pytest.mark.parametrize("algorithm", ["awc", "atc"])
+@pytest.mark.parametrize("topology", ["one_peer_exponential", "complete", "random_matching"])
+@pytest.mark.parametrize("every", [2, 4])
+def test_local_steps_are_equal_on_both_engines(algorithm: str, topology: str, every: int) -> None:
+    """Exchanges at every so many steps: ranks, simulation and the reference agree."""
+    options: Any = {"algorithm": algorithm, "every": every}
+    expected = reference.train(
+        spaced(parse(topology, 4), every), algorithm, ALL_OPTIMIZERS["adamw"], NUM_STEPS
+    )
+    assert_equal(
+        run_ranks(4, lambda group: train_rank(group, topology, "adamw", **options)), expected
+    )
+    assert_equal(of_simulation(simulate(topology, "adamw", 4, **options)), expected)
+
+
+# - What each is for
+
+
+class Bowls(nn.Module):
+    """Worker i's loss is ½ Σ a_i (x − c_i)²: different curvatures and different optima."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = nn.Parameter(torch.zeros(6, dtype=torch.float64))
+
+    def forward(self, curvature: Tensor) -> Tensor:
+        """Return what differs from the target by the root of the loss."""
+        return curvature.sqrt() * self.x
+
+
+def distance_to_optimum(algorithm: str, steps: int) -> float:
+    """Return how far workers are from the optimum of the mean loss, in the mean."""
+    rng = np.random.default_rng(0)
+    a = torch.from_numpy(rng.uniform(0.5, 2.0, (16, 1, 6)))
+    c = torch.from_numpy(rng.normal(size=(16, 1, 6)))
+    best = (a * c).sum(0) / a.sum(0)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return 0.5 * ((output - target) ** 2).sum()
+
+    sim = Simulation(
+        Bowls(), loss, lambda p: SGD(p, lr=0.1), 16, "ring", algorithm=algorithm,
+        dtype=torch.float64,
+    )  # fmt: skip
+    for _ in range(steps):
+        sim.step(a, a.sqrt() * c)
+    return float((sim.parameters["x"] - best).norm(dim=1).mean())
+
+
+def test_corrections_reach_the_optimum_where_atc_stalls() -> None:
+    """Full gradients, constant rate, different curvatures: atc has a bias, the others none."""
+    assert distance_to_optimum("atc", 4000) > 0.1
+    assert distance_to_optimum("gradient_tracking", 4000) < 1e-12
+    assert distance_to_optimum("exact_diffusion", 4000) < 1e-10
+
+
+ONE_WAY = [
+    [0.5, 0.5, 0.0, 0.0, 0.0],
+    [0.0, 0.5, 0.5, 0.0, 0.0],
+    [0.25, 0.0, 0.25, 0.25, 0.25],
+    [0.0, 0.0, 0.0, 0.5, 0.5],
+    [0.5, 0.0, 0.0, 0.0, 0.5],
+]
+"""Who takes from whom, one-way; numbers of receivers differ."""
+
+
+def test_push_sum_reaches_the_true_mean_on_a_directed_graph() -> None:
+    """Out-degrees differ, so plain mixing comes to another point; Σx/Σw is kept."""
+    one_way = from_matrix(np.array(ONE_WAY), doubly_stochastic=False)
+    starts = torch.arange(5, dtype=torch.float64)
+
+    def end(algorithm: str) -> Tensor:
+        sim = Simulation(
+            nn.Linear(1, 1, bias=False).double(),
+            nn.functional.mse_loss,
+            lambda p: SGD(p, lr=0.0),
+            5,
+            one_way,
+            algorithm=algorithm,
+            dtype=torch.float64,
+        )
+        sim.parameters["weight"].copy_(starts.view(5, 1, 1))
+        for _ in range(200):
+            sim.step(torch.zeros(5, 1, 1), torch.zeros(5, 1, 1))
+            if algorithm == "push_sum":
+                average = sim.average()
+                assert isinstance(average, nn.Linear)
+                torch.testing.assert_close(average.weight.item(), 2.0)
+        return sim.parameters["weight"].flatten()
+
+    torch.testing.assert_close(end("push_sum"), torch.full((5,), 2.0, dtype=torch.float64))
+    assert (end("atc") - 2.0).abs().min() > 0.05
+
+
+def test_local_steps_go_through_all_rounds() -> None:
+    """At every = 4 one-peer exponential uses each matching in turn, and comes to consensus."""
+    schedule = spaced(parse("one_peer_exponential", 16), 4)
+    product = np.eye(16)
+    for step in range(16):
+        product = schedule.round(step).matrix().toarray() @ product
+    np.testing.assert_allclose(product, 1 / 16)
+    assert schedule.period == 16
+    assert [schedule.round(step).degree for step in range(8)] == [0, 0, 0, 1, 0, 0, 0, 1]
+
+
+def test_a_schedule_of_training_time_counts_steps() -> None:
+    """Ada thins out by the epoch, however rarely workers exchange."""
+    ada = parse("ada(k0=6, gamma=1, steps_per_epoch=8)", 12)
+    assert ada.counts == "steps"
+    assert spaced(ada, 4).round(31) == ada.round(31)
+    assert spaced(parse("random_matching", 12), 4).round(31) == parse("random_matching", 12).round(
+        7
+    )
+
+
+# - On ranks
+
+
+def test_tracking_sends_twice_and_push_sum_a_weight() -> None:
+    """Both engines count what travels besides parameters."""
+
+    def sent(group: ProcessGroup, algorithm: str) -> int:
+        model = make_model()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with decentralize(
+            model, optimizer, "ring", process_group=group, algorithm=algorithm
+        ) as gossip:
+            loss_of(model, group.rank(), 0).backward()
+            optimizer.step()
+            return gossip.bytes_sent
+
+    (once, *_) = run_ranks(4, lambda group: sent(group, "atc"))
+    assert run_ranks(4, lambda group: sent(group, "gradient_tracking"))[0] == 2 * once
+    assert run_ranks(4, lambda group: sent(group, "push_sum"))[0] == once + 2 * 8
+    atc, tracking, push_sum = (
+        simulate("ring", "sgd", 4, algorithm=name).bytes_sent[0]
+        for name in ("atc", "gradient_tracking", "push_sum")
+    )
+    assert tracking == 2 * atc
+    assert push_sum == atc + 2 * 8 * NUM_STEPS
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "topology"),
+    [("gradient_tracking", "one_peer_ring"), ("exact_diffusion", "ring"), ("push_sum", "star")],
+)
+def test_a_state_continues_what_an_algorithm_keeps(algorithm: str, topology: str) -> None:
+    """Saved in the middle and loaded into another gossip, ranks end where others went on."""
+    topology = "star(weights=uniform)" if topology == "star" else topology
+    optimizer_name = "sgd_nesterov"
+
+    def straight(group: ProcessGroup) -> Tensor:
+        return train_rank(group, topology, optimizer_name, algorithm=algorithm)
+
+    def interrupted(group: ProcessGroup) -> Tensor:
+        states: Any = None
+        for steps in (range(4), range(4, NUM_STEPS)):
+            model = make_model()
+            optimizer = ALL_OPTIMIZERS[optimizer_name](model.parameters())
+            with decentralize(
+                model, optimizer, topology, process_group=group, algorithm=algorithm
+            ) as gossip:
+                if states is not None:
+                    with gossip.drained(keep_changes=True):
+                        model.load_state_dict(states[0])
+                        optimizer.load_state_dict(states[1])
+                        gossip.load_state_dict(states[2])
+                for step in steps:
+                    optimizer.zero_grad()
+                    loss_of(model, group.rank(), step).backward()
+                    optimizer.step()
+                kept = gossip.state_dict()
+                states = [
+                    {k: v.clone() for k, v in model.state_dict().items()},
+                    optimizer.state_dict(),
+                    kept,
+                ]
+        return vector_of(model)
+
+    assert_equal(run_ranks(4, interrupted), run_ranks(4, straight))
+
+
+def test_a_simulation_continues_what_an_algorithm_keeps() -> None:
+    """Tracker, last gradients and weights are part of its state."""
+    for algorithm, topology in (
+        ("gradient_tracking", "one_peer_ring"),
+        ("push_sum", "erdos_renyi(p=0.4, weights=uniform)"),
+    ):
+        sim = simulate(topology, "sgd_nesterov", algorithm=algorithm)
+        again = Simulation(
+            make_model(), nn.functional.mse_loss, ALL_OPTIMIZERS["sgd_nesterov"], 8, topology,
+            algorithm=algorithm, dtype=torch.float64,
+        )  # fmt: skip
+        again.load_state_dict(copy.deepcopy(sim.state_dict()))
+        batches = [reference.batch(worker, 50) for worker in range(8)]
+        inputs, targets = (torch.stack(part) for part in zip(*batches, strict=True))
+        for each in (sim, again):
+            each.step(inputs, targets)
+        assert_equal(of_simulation(again), of_simulation(sim))
+
+
+def test_averages_of_push_sum_are_weighed() -> None:
+    """``averaged()`` and ``finalize()`` leave Σwz/Σw, as ``Simulation.average`` does."""
+    topology = "star(weights=uniform)"
+
+    def body(group: ProcessGroup) -> tuple[Tensor, Tensor]:
+        model = make_model()
+        optimizer = ALL_OPTIMIZERS["sgd"](model.parameters())
+        gossip = decentralize(model, optimizer, topology, process_group=group, algorithm="push_sum")
+        for step in range(NUM_STEPS):
+            optimizer.zero_grad()
+            loss_of(model, group.rank(), step).backward()
+            optimizer.step()
+        with gossip.averaged():
+            looked = vector_of(model)
+        gossip.finalize()
+        return looked, vector_of(model)
+
+    expected = vector_of(simulate(topology, "sgd", 4, algorithm="push_sum").average())
+    plain = torch.stack(of_simulation(simulate(topology, "sgd", 4, algorithm="push_sum"))).mean(0)
+    assert (expected - plain).abs().max() > 1e-4
+    for looked, final in run_ranks(4, body):
+        assert_equal([looked, final], [expected, expected])
+
+
+def test_push_sum_resumes_on_other_members_from_the_weighed_average(tmp_path: Path) -> None:
+    """Four workers saved, three go on: from Σwz/Σw, with weights of one."""
+
+    def save(group: ProcessGroup) -> Tensor:
+        model = make_model()
+        optimizer = ALL_OPTIMIZERS["sgd"](model.parameters())
+        with decentralize(
+            model, optimizer, "star(weights=uniform)", process_group=group, algorithm="push_sum"
+        ) as gossip:
+            for step in range(NUM_STEPS):
+                optimizer.zero_grad()
+                loss_of(model, group.rank(), step).backward()
+                optimizer.step()
+            Checkpoints(tmp_path, gossip, model=model, optimizer=optimizer).save()
+            with gossip.averaged():
+                return vector_of(model)
+
+    def restore(group: ProcessGroup) -> tuple[Tensor, float]:
+        model = make_model()
+        optimizer = ALL_OPTIMIZERS["sgd"](model.parameters())
+        with decentralize(
+            model, optimizer, "star(weights=uniform)", process_group=group, algorithm="push_sum"
+        ) as gossip:
+            assert Checkpoints(tmp_path, gossip, model=model, optimizer=optimizer).restore()
+            return vector_of(model), gossip.state_dict()["algorithm"]["weight"].item()
+
+    average = run_ranks(4, save)[0]
+    for parameters, weight in run_ranks(3, restore):
+        assert_equal([parameters], [average])
+        assert weight == 1
+
+
+# - What is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"algorithm": "gradient_tracing"}, "did you mean 'gradient_tracking'"),
+        ({"algorithm": "atc", "order": "awc"}, "give one of both"),
+        ({"algorithm": "d2", "topology": "ring"}, "smallest eigenvalue is above -1/3, got -0.333"),
+        ({"algorithm": "d2", "topology": "one_peer_ring"}, "one round for ever"),
+        ({"algorithm": "exact_diffusion", "topology": "exponential"}, "not symmetric"),
+        ({"algorithm": "push_sum", "topology": "complete"}, "got an all-reduce at step 0"),
+        ({"algorithm": "push_sum", "every": 2}, "exchanges at every step, got every=2"),
+        ({"algorithm": "gradient_tracking", "gossip_steps": 2}, "mixes once per step"),
+        ({"algorithm": "gradient_tracking", "control": "auto"}, "got the control"),
+        ({"algorithm": "push_sum", "buffers": "mix"}, "use buffers='average'"),
+        ({"every": 0}, "every must be a whole number of steps from 1 to 16,384, got 0"),
+        ({"every": 2.5}, "every must be a whole number"),
+    ],
+)
+def test_what_an_algorithm_does_not_allow_is_refused(options: dict[str, Any], words: str) -> None:
+    """At construction, in words that name what would fit."""
+    with pytest.raises(UserError, match=words):
+        simulate(options.pop("topology", "ring"), "sgd", **options)
+
+
+def test_optimizers_that_do_not_fit_are_refused() -> None:
+    """A correction is that of SGD; push-sum and tracking take any optimizer."""
+    with pytest.raises(UserError, match=r"corrects steps of torch.optim.SGD, got AdamW"):
+        simulate("ring", "adamw", algorithm="exact_diffusion")
+
+
+def test_a_round_whose_rows_do_not_sum_to_one_needs_push_sum() -> None:
+    """Others would lose or make parameters."""
+    one_way = from_matrix(np.array(ONE_WAY), doubly_stochastic=False)
+    pushing = parse_algorithm("push_sum").adapt(static(one_way))
+    with pytest.raises(UserError, match="use algorithm='push_sum'"):
+        simulate(pushing, "sgd", 5, algorithm="atc")
+    with pytest.raises(UserError, match="a round for one step needs awc or atc"):
+        simulate("ring", "sgd", 8).step(*_zeros(8), round=_pushed())
+
+
+def _zeros(workers: int) -> tuple[Tensor, Tensor]:
+    return torch.zeros(workers, 1, 5), torch.zeros(workers, 1, 3)
+
+
+def _pushed() -> Any:
+    return parse_algorithm("push_sum").adapt(parse("star(weights=uniform)", 8)).round(0)
+
+
+def test_join_is_refused_where_steps_need_gradients() -> None:
+    """A rank without batches has no gradient to track."""
+
+    def body(group: ProcessGroup) -> None:
+        model = make_model()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with (
+            decentralize(
+                model, optimizer, ring(2), process_group=group, algorithm="gradient_tracking"
+            ) as gossip,
+            pytest.raises(UserError, match=r"join\(\) goes on with steps that have no gradient"),
+            gossip.join(),
+        ):
+            pass
+
+    run_ranks(2, body)
