@@ -38,6 +38,7 @@ ALGORITHM_CASES: dict[str, tuple[list[str], list[str]]] = {
     ),
     "exact_diffusion": (["ring", "torus", "hypercube", "complete", "star"], ["sgd_nesterov"]),
     "d2": (["lattice(k=4)", "complete", "star(weights=metropolis)"], ["sgd"]),
+    "mixed_moments": (["ring", "one_peer_exponential", "complete"], ["adamw", "accum_adamw"]),
     "push_sum": (
         [
             *("ring", "exponential", "one_peer_exponential", "random_matching", "od_equidyn"),
@@ -184,12 +185,26 @@ def push_sum(
     put_(models, pushes @ stacked(models) / memory["w"])
 
 
+def mixed_moments(
+    models: list[nn.Module], optimizers: list[Optimizer], round: Round, memory: Any
+) -> None:
+    """X ← W Opt(x; g), m ← W m."""
+    atc(models, optimizers, round, memory)
+    for parameters in zip(*(model.parameters() for model in models), strict=True):
+        states = [o.state[p] for o, p in zip(optimizers, parameters, strict=True)]
+        moments = torch.stack([state["exp_avg"] for state in states])
+        mixed = torch.tensordot(matrix_of(round), moments, dims=1)
+        for state, moment in zip(states, mixed, strict=True):
+            state["exp_avg"].copy_(moment)
+
+
 STEPS: dict[str, Callable[[list[nn.Module], list[Optimizer], Round, Any], None]] = {
     "awc": awc,
     "atc": atc,
     "gradient_tracking": gradient_tracking,
     "exact_diffusion": exact_diffusion,
     "d2": d2,
+    "mixed_moments": mixed_moments,
     "push_sum": push_sum,
 }
 

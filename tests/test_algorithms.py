@@ -365,6 +365,32 @@ def test_push_sum_resumes_on_other_members_from_the_weighed_average(tmp_path: Pa
         assert weight == 1
 
 
+def test_a_moment_travels_on_its_own_period() -> None:
+    """Between its exchanges it is the worker's own; after one on the complete graph all agree."""
+    make = ALL_OPTIMIZERS["adamw"]
+
+    def moments(group: ProcessGroup) -> list[Tensor]:
+        model = make_model()
+        optimizer = make(model.parameters())
+        text = "mixed_moments(moment=exp_avg, period=3)"
+        found: list[Tensor] = []
+        with decentralize(model, optimizer, "complete", process_group=group, algorithm=text):
+            for step in range(3):
+                optimizer.zero_grad()
+                loss_of(model, group.rank(), step).backward()
+                optimizer.step()
+                states = [optimizer.state[p]["exp_avg"] for p in model.parameters()]
+                found.append(torch.cat([state.flatten() for state in states]))
+        return found
+
+    first, second, third = run_ranks(3, moments)
+    assert not torch.allclose(first[1], second[1])
+    torch.testing.assert_close(first[2], second[2])
+    torch.testing.assert_close(first[2], third[2])
+    with pytest.raises(UserError, match="must keep a 'exp_avg' for every parameter, got SGD"):
+        simulate("ring", "sgd", algorithm="mixed_moments")
+
+
 # - What is refused
 
 

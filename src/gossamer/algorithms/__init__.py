@@ -1,6 +1,12 @@
 """What a step does with rounds: one file and one row of a table each, executed by both engines."""
 
-from gossamer.algorithms.algorithm import PARAMETERS, Algorithm, StepContext, mix
+from gossamer.algorithms.algorithm import (
+    PARAMETERS,
+    Algorithm,
+    StepContext,
+    mix,
+    state_of,
+)
 from gossamer.algorithms.catalogue import (
     ALGORITHM_REGISTRY,
     ALGORITHMS,
@@ -17,4 +23,5 @@ __all__ = [
     "mix",
     "name_of",
     "parse_algorithm",
+    "state_of",
 ]

@@ -62,6 +62,10 @@ class StepContext(Protocol):
         """Return the rate that each parameter is updated with."""
         ...
 
+    def optimizer_state(self, name: str) -> Sequence[Tensor]:
+        """Return tensors that the optimizer keeps for each parameter, to be changed in place."""
+        ...
+
     def rounds(self, step: int) -> Sequence[Round]:
         """Return what a step mixes with, in this order; asked for once per step."""
         ...
@@ -130,8 +134,8 @@ class Algorithm(ABC):
         return type(self).before_update is not Algorithm.before_update
 
     @property
-    def num_exchanges(self) -> int:
-        """How often something of the parameters' size is exchanged in a step."""
+    def num_exchanges(self) -> float:
+        """How often something of the parameters' size is exchanged in a step, in the mean."""
         return 1 + len(self.tracked)
 
     # - What it allows
@@ -198,6 +202,19 @@ class Algorithm(ABC):
                 for tensor in context.memory(name):
                     tensor.zero_()
             context.reset_weight()
+
+
+def state_of(optimizers: Iterable[Optimizer], parameter: Tensor, name: str) -> Tensor:
+    """Return a tensor like a parameter that one of its optimizers keeps under a name."""
+    for optimizer in optimizers:
+        state = optimizer.state.get(parameter, {}).get(name)
+        if isinstance(state, Tensor) and state.shape == parameter.shape:
+            return state
+    kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+    raise UserError(
+        f"the optimizer must keep a {name!r} for every parameter, got {kinds}, which has none for "
+        "some; name one that it has, such as exp_avg of AdamW or momentum_buffer of SGD"
+    )
 
 
 def mix(context: StepContext, round: Round, step: int, state: str = PARAMETERS) -> None:

@@ -9,6 +9,7 @@ from gossamer.algorithms.atc import AdaptThenCombine
 from gossamer.algorithms.awc import AdaptWhileCombine
 from gossamer.algorithms.exact_diffusion import D2, ExactDiffusion
 from gossamer.algorithms.gradient_tracking import GradientTracking
+from gossamer.algorithms.mixed_moments import MixedMoments
 from gossamer.algorithms.push_sum import PushSum
 from gossamer.errors import UserError, nearest
 from gossamer.registry import Registry
@@ -21,6 +22,7 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "exact_diffusion": ExactDiffusion,
     "d2": D2,
     "push_sum": PushSum,
+    "mixed_moments": MixedMoments,
 }
 
 ALGORITHM_REGISTRY: Registry[Algorithm] = Registry(

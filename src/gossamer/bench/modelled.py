@@ -67,7 +67,7 @@ class Rounds(NamedTuple):
         sent = [near.round(step).copies_sent.mean() for step in range(near.period or 1)]
         return float(sum(sent) / len(sent))
 
-    def method(self, job: Job, at: int | None = None, repeats: int = 1) -> TimedMethod:
+    def method(self, job: Job, at: int | None = None, repeats: float = 1) -> TimedMethod:
         """Return it as the model runs it.
 
         Args:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gossamer.algorithms import PARAMETERS
+from gossamer.algorithms import PARAMETERS, state_of
 from gossamer.consensus import RoundSource
 from gossamer.errors import UserError
 from gossamer.gossip.mixer import Mixer, MixerState
@@ -81,6 +81,10 @@ class RankContext:
         groups = [group for each in self._optimizers for group in each.param_groups]
         rates = {id(p): float(group["lr"]) for group in groups for p in group["params"]}
         return [rates[id(parameter)] for parameter in self.parameters]
+
+    def optimizer_state(self, name: str) -> Sequence[Tensor]:
+        """Return tensors that the optimizers keep for each parameter."""
+        return [state_of(self._optimizers, parameter, name) for parameter in self.parameters]
 
     def rounds(self, step: int) -> Sequence[Round]:
         """Return what a step mixes with."""

@@ -124,7 +124,7 @@ def gossip(
     schedule: Schedule,
     order: Order = whole_step,
     num_steps: int = ITERATIONS,
-    repeats: int = 1,
+    repeats: float = 1,
     gathered_bytes: int = 0,
 ) -> TimedMethod:
     """Mixing of parameters on a schedule of rounds.

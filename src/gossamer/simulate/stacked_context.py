@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gossamer.algorithms import PARAMETERS, Algorithm
+from gossamer.algorithms import PARAMETERS, Algorithm, state_of
 from gossamer.consensus import RoundSource
 from gossamer.nonfinite import ParameterWatch, measured_norms
 from gossamer.simulate.replicas import Replicas
@@ -97,6 +97,10 @@ class StackedContext:
     def learning_rates(self) -> Sequence[float]:
         """Return the rate that each parameter is updated with."""
         return self._update.learning_rates()
+
+    def optimizer_state(self, name: str) -> Sequence[Tensor]:
+        """Return tensors that the optimizer keeps for each parameter, of all workers."""
+        return [state_of([self._update.optimizer], p, name) for p in self.parameters]
 
     def rounds(self, step: int) -> Sequence[Round]:
         """Return what a step mixes with."""

@@ -1,0 +1,62 @@
+"""Adapt then combine, and a moment of the optimizer is mixed as well, on a period of its own.
+
+    x_{t+1} = W_t Opt(x_t; g(x_t))
+    m ← W_t m                            at every h-th step
+
+1. Optimizer step.
+2. Exchange the parameters and mix.
+3. At every h-th step exchange the optimizer's tensor, such as Adam's first moment, and mix.
+
+The baseline for whether moments should travel. It did not close the gap of Adam on gossip in the
+trials of docs/adam.md: a mean of second moments is as much too large as each of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+from gossamer.algorithms.algorithm import Algorithm, StepContext, mix
+from gossamer.errors import UserError
+
+
+@final
+@dataclass(frozen=True)
+class MixedMoments(Algorithm):
+    """atc that mixes a state of the optimizer, too.
+
+    Args:
+        moment: its name in the optimizer's state, such as ``"exp_avg"`` or ``"momentum_buffer"``.
+        period: steps from one exchange of it to the next, h.
+    """
+
+    moment: str = "exp_avg"
+    period: int = 1
+
+    name = "mixed_moments"
+    tracked = ("moment",)
+
+    def __post_init__(self) -> None:
+        if self.period < 1:
+            raise UserError(
+                f"mixed_moments needs a period of at least 1 step, got {self.period}; 1 mixes the "
+                "moment at every step"
+            )
+
+    @property
+    def num_exchanges(self) -> float:
+        """One, and one in every period."""
+        return 1 + 1 / self.period
+
+    def after_update(self, context: StepContext, step: int) -> None:
+        """Mix parameters, and where it is time the moment."""
+        (round,) = context.rounds(step)
+        mix(context, round, step)
+        if (step + 1) % self.period:
+            return
+        owned, sent = context.optimizer_state(self.moment), context.memory("moment")
+        for own, copy in zip(owned, sent, strict=True):
+            copy.copy_(own)
+        mix(context, round, step, "moment")
+        for own, copy in zip(owned, sent, strict=True):
+            own.copy_(copy)
