@@ -125,13 +125,13 @@ def update(optimizers: list[Optimizer]) -> None:
 
 
 def awc(models: list[nn.Module], optimizers: list[Optimizer], round: Round, memory: Any) -> None:
-    """X ← Opt(W x; g)."""
+    """Take x ← Opt(W x; g)."""
     mix_(models, weights_among(models, round))
     update(optimizers)
 
 
 def atc(models: list[nn.Module], optimizers: list[Optimizer], round: Round, memory: Any) -> None:
-    """X ← W Opt(x; g)."""
+    """Take x ← W Opt(x; g)."""
     update(optimizers)
     mix_(models, weights_among(models, round))
 
@@ -139,7 +139,7 @@ def atc(models: list[nn.Module], optimizers: list[Optimizer], round: Round, memo
 def gradient_tracking(
     models: list[nn.Module], optimizers: list[Optimizer], round: Round, memory: Any
 ) -> None:
-    """Y ← W (y + g − g_last), x ← W Opt(x; y)."""
+    """Take y ← W (y + g − g_last), x ← W Opt(x; y)."""
     g = torch.stack([gradient_of(model) for model in models])
     memory["y"] = matrix_of(round) @ (memory.get("y", 0) + g - memory.get("g", 0))
     memory["g"] = g
@@ -150,14 +150,14 @@ def gradient_tracking(
 
 
 def d2(models: list[nn.Module], optimizers: list[Optimizer], round: Round, memory: Any) -> None:
-    """X ← W (x + ψ − ψ_last), with ψ = Opt(x; g)."""
+    """Take x ← W (x + ψ − ψ_last), with ψ = Opt(x; g)."""
     corrected(models, optimizers, matrix_of(round), memory)
 
 
 def exact_diffusion(
     models: list[nn.Module], optimizers: list[Optimizer], round: Round, memory: Any
 ) -> None:
-    """X ← (I + W)/2 (x + ψ − ψ_last), with ψ = Opt(x; g)."""
+    """Take x ← (I + W)/2 (x + ψ − ψ_last), with ψ = Opt(x; g)."""
     weights = matrix_of(round)
     corrected(models, optimizers, (torch.eye(len(weights)) + weights) / 2, memory)
 
@@ -175,7 +175,7 @@ def corrected(
 def push_sum(
     models: list[nn.Module], optimizers: list[Optimizer], round: Round, memory: Any
 ) -> None:
-    """X ← P Opt(z w; g(z)), w ← P w, z = x / w."""
+    """Take x ← P Opt(z w; g(z)), w ← P w, z = x / w."""
     w = memory.get("w", torch.ones(len(models), 1, dtype=torch.float64))
     put_(models, stacked(models) * w)
     update(optimizers)
@@ -188,7 +188,7 @@ def push_sum(
 def mixed_moments(
     models: list[nn.Module], optimizers: list[Optimizer], round: Round, memory: Any
 ) -> None:
-    """X ← W Opt(x; g), m ← W m."""
+    """Take x ← W Opt(x; g), m ← W m."""
     atc(models, optimizers, round, memory)
     for parameters in zip(*(model.parameters() for model in models), strict=True):
         states = [o.state[p] for o, p in zip(optimizers, parameters, strict=True)]
