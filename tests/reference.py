@@ -39,6 +39,7 @@ ALGORITHM_CASES: dict[str, tuple[list[str], list[str]]] = {
     "exact_diffusion": (["ring", "torus", "hypercube", "complete", "star"], ["sgd_nesterov"]),
     "d2": (["lattice(k=4)", "complete", "star(weights=metropolis)"], ["sgd"]),
     "mixed_moments": (["ring", "one_peer_exponential", "complete"], ["adamw", "accum_adamw"]),
+    "quasi_global": (["ring", "one_peer_exponential", "random_matching", "complete"], ["sgd"]),
     "push_sum": (
         [
             *("ring", "exponential", "one_peer_exponential", "random_matching", "od_equidyn"),
@@ -198,6 +199,18 @@ def mixed_moments(
             state["exp_avg"].copy_(moment)
 
 
+def quasi_global(
+    models: list[nn.Module], optimizers: list[Optimizer], round: Round, memory: Any
+) -> None:
+    """Take x ← W (x − η (β m + g)), m ← μ m + (1 − μ) (x_t − x_{t+1}) / η."""
+    x, m, lr = stacked(models), memory.get("m", 0), optimizers[0].param_groups[0]["lr"]
+    g = torch.stack([gradient_of(model) for model in models])
+    for model, y in zip(models, g + 0.9 * m, strict=True):
+        set_gradient_(model, y)
+    atc(models, optimizers, round, memory)
+    memory["m"] = 0.9 * m + 0.1 * (x - stacked(models)) / lr
+
+
 STEPS: dict[str, Callable[[list[nn.Module], list[Optimizer], Round, Any], None]] = {
     "awc": awc,
     "atc": atc,
@@ -206,6 +219,7 @@ STEPS: dict[str, Callable[[list[nn.Module], list[Optimizer], Round, Any], None]]
     "d2": d2,
     "mixed_moments": mixed_moments,
     "push_sum": push_sum,
+    "quasi_global": quasi_global,
 }
 
 

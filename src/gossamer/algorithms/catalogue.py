@@ -11,6 +11,7 @@ from gossamer.algorithms.exact_diffusion import D2, ExactDiffusion
 from gossamer.algorithms.gradient_tracking import GradientTracking
 from gossamer.algorithms.mixed_moments import MixedMoments
 from gossamer.algorithms.push_sum import PushSum
+from gossamer.algorithms.quasi_global import QuasiGlobal
 from gossamer.errors import UserError, nearest
 from gossamer.registry import Registry
 
@@ -23,6 +24,7 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "d2": D2,
     "push_sum": PushSum,
     "mixed_moments": MixedMoments,
+    "quasi_global": QuasiGlobal,
 }
 
 ALGORITHM_REGISTRY: Registry[Algorithm] = Registry(
