@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from gossamer.bench.methods import fields_of
 from gossamer.bench.store import Store, Story
 from gossamer.engine import RunSpec
 from gossamer.engine.parts import with_algorithm
@@ -25,6 +26,8 @@ def spec_of(method: str, workers: int = 8, seed: int = 0, **fields: Any) -> RunS
     own: dict[str, Any] = {"topology": "centralized"}
     if method.startswith("D_"):
         own = {"topology": method.removeprefix("D_"), "algorithm": "atc"}
+    if method.startswith("local_sgd"):
+        own = fields_of(method, workers, 1)
     common: dict[str, Any] = {
         "workload": "digits-mlp",
         "workers": workers,

@@ -174,7 +174,7 @@ def test_a_specification_takes_its_recipe_and_has_an_id() -> None:
         ),
         ({"lr_schedule": "cosin"}, "unknown lr_schedule 'cosin' .*; choose from constant"),
         ({"gossip_steps": 2}, "awc mixes once per step"),
-        ({"control": "exact", "topology": "centralized"}, "has nothing to control"),
+        ({"control": "exact", "topology": "centralized"}, "with nothing to control"),
         ({"control": "constant(c=0)"}, "needs a finite c > 0"),
         ({"optimizer_options": {"no_such_option": 1.0}}, "must be those of sgd"),
         ({"optimizer_options": 3}, "optimizer_options\n.*valid dictionary"),

@@ -376,12 +376,12 @@ def test_methods_name_the_runs_that_they_named() -> None:
 name = "pins"
 workload = "digits-mlp"
 workers = 16
-methods = [" lattice( 4 ) ", "Ada(k0=8, gamma=1)", "local_sgd(4)", "DiLoCo(every=5, lr=1)"]
+methods = [" lattice( 4 ) ", "Ada(k0=8, gamma=1)", "local_sgd(every=4)", "DiLoCo(every=5, lr=1)"]
 """
     assert [spec.id for spec in expand(parse(text, "pins")).runs] == [
         "59d0cfe716713a75",
         "864e4fb373f69b62",
-        "3ffa7260d78796ca",
+        "6d8da8f657527cac",
         "1aa104dccada8034",
     ]
 

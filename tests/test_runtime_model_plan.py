@@ -12,10 +12,13 @@ from typer.testing import CliRunner
 
 from gossamer.cli import app
 from gossamer.errors import UserError
-from gossamer.runtime_model import Profile, write_profile
+from gossamer.runtime_model import Profile, read_profile, write_profile
+from gossamer.runtime_model import plan as plans
+from gossamer.runtime_model.losses import MeasuredLoss
 from gossamer.runtime_model.plan import WORTH_IT, Row, make_plan
 from gossamer.runtime_model.presets import LINKS, from_data_sheet, link_of
-from gossamer.runtime_model.profile import Link
+from gossamer.runtime_model.profile import TRANSFORMER_ADAM, Link
+from tests.test_losses import measured
 
 TOPOLOGIES = ("ring", "one_peer_exponential", "aer")
 
@@ -144,6 +147,78 @@ def test_what_mixes_best_does_not_cost_the_saving() -> None:
     assert {*advised} == {"complete", "one_peer_exponential"}
 
 
+COSTLY = measured(more_steps=3.0, gap=0.08)
+CHEAP = measured(more_steps=1.05, gap=0.004)
+
+
+def test_gossip_that_wins_by_step_loses_where_an_equal_loss_takes_too_many_steps() -> None:
+    """The same job is advised gossip per step, and DDP where gossip takes three times the steps."""
+    job = transformer().with_kind(TRANSFORMER_ADAM)
+    (by_step,) = make_plan(job, [16], topologies=TOPOLOGIES, losses=[]).advice
+    plan = make_plan(job, [16], topologies=TOPOLOGIES, losses=[COSTLY])
+    (advice,) = plan.advice
+    assert (by_step.method, by_step.ranked_by) == ("aer", "step")
+    assert (advice.method, advice.ranked_by, advice.saving) == ("ddp", "equal loss", 0)
+    assert "3 times as many steps" in advice.reason
+    assert "ranked by time to equal loss, as measured on stdlib-gpt with 8 workers" in advice.reason
+    rows = {row.method: row for row in plan.rows}
+    assert rows["ddp"].equal_loss_s == rows["ddp"].prediction.mean_s
+    assert rows["aer"].prediction.mean_s < rows["ddp"].prediction.mean_s
+    for name in TOPOLOGIES:
+        assert rows[name].equal_loss_s == pytest.approx(3 * rows[name].prediction.mean_s)
+    assert rows["post_local_sgd(h=4)"].equal_loss_s is None
+
+
+def test_a_saving_to_equal_loss_counts_the_steps() -> None:
+    """Where gossip still wins, its saving is that of the whole training, and the points add up."""
+    job = transformer().with_kind(TRANSFORMER_ADAM)
+    plan = make_plan(job, [16], topologies=TOPOLOGIES, losses=[CHEAP])
+    (advice,) = plan.advice
+    rows = {row.method: row for row in plan.rows}
+    ddp_s = rows["ddp"].prediction.mean_s
+    assert advice.method == "aer"
+    assert advice.saving == pytest.approx(1 - 1.05 * rows["aer"].prediction.mean_s / ddp_s)
+    assert "more steps -" in advice.reason
+    assert "(on one_peer_exponential)" in advice.reason
+
+
+def test_a_topology_of_its_own_losses_takes_them_and_others_are_assumed() -> None:
+    """A ring that was measured has its own gap; AER has that of one-peer exponential, marked."""
+    job = transformer().with_kind(TRANSFORMER_ADAM)
+    own = CHEAP.model_copy(update={"method": "ring", "gap": 0.03})
+    plan = make_plan(job, [16], topologies=TOPOLOGIES, losses=[CHEAP, own])
+    found = {row.method: row.loss for row in plan.rows if row.loss is not None}
+    assert {name: (loss.gap, loss.assumed) for name, loss in found.items()} == {
+        "ddp": (0.0, False),
+        "ring": (0.03, False),
+        "one_peer_exponential": (0.004, False),
+        "aer": (0.004, True),
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "options", "said"),
+    [
+        ("", [COSTLY], {}, "no losses were measured for this kind of model"),
+        (TRANSFORMER_ADAM, [], {}, "no losses were measured for this kind of model"),
+        (TRANSFORMER_ADAM, [COSTLY], {"every": 4}, "take to an equal loss was not measured"),
+        (TRANSFORMER_ADAM, [COSTLY], {"algorithm": "atc"}, "equal loss was not measured"),
+        (TRANSFORMER_ADAM, [measured(more_steps=None)], {}, "equal loss was not measured"),
+    ],
+)
+def test_without_losses_that_fit_methods_are_ranked_by_step(
+    kind: str, rows: list[MeasuredLoss], options: dict[str, Any], said: str
+) -> None:
+    """The advice is that of a plan that knows no losses, and says by what it ranks, and why."""
+    before = make_plan(transformer(), [16], topologies=TOPOLOGIES, losses=[], **options)
+    job = transformer().replace(kind=kind)
+    (advice,) = make_plan(job, [16], topologies=TOPOLOGIES, losses=rows, **options).advice
+    assert advice.ranked_by == "step"
+    assert advice.method == before.advice[0].method
+    assert advice.saving == before.advice[0].saving
+    assert f"ranked by time per step; {said}" in advice.reason.replace("what these methods ", "")
+
+
 @pytest.mark.parametrize("rate", ["300mbit", "64kbit", "40GBIT", "1.5gbit"])
 def test_a_plan_takes_any_rate_in_the_spelling_of_the_lab(tmp_path: Path, rate: str) -> None:
     """What is given for the link between nodes is what the plan is for, and how it is told."""
@@ -183,8 +258,8 @@ def test_scales_are_two_or_more(workers: list[int]) -> None:
         make_plan(transformer(), workers)
 
 
-def run(path: Path, *arguments: str) -> list[str]:
-    write_profile(transformer(), path / "profile.json")
+def run(path: Path, *arguments: str, kind: str = "") -> list[str]:
+    write_profile(transformer().replace(kind=kind), path / "profile.json")
     options = ["plan", str(path / "profile.json"), "--topology", "aer", *arguments]
     result = CliRunner().invoke(app, options, catch_exceptions=False)
     assert result.exit_code == 0, result.output
@@ -214,6 +289,47 @@ def test_the_page_holds_all_it_needs(tmp_path: Path) -> None:
     assert "<script src=" not in page
     for part in ("Timeline", "Where the saving comes from", "over the rate", "over the variance"):
         assert part in page
+
+
+def test_losses_are_shown_wherever_times_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table, JSON lines and the page have what was measured, where the kind matches."""
+    pytest.importorskip("plotly")
+    monkeypatch.setattr(plans, "packaged_losses", lambda: (COSTLY,))
+    page = tmp_path / "plan.html"
+    options = ["--workers", "8", "--html", str(page)]
+    text = "\n".join(run(tmp_path, *options, kind=TRANSFORMER_ADAM))
+    for part in ("ms to equal loss", "+8.0 % (8)*", "taken to be that of one_peer_exponential"):
+        assert part in text
+        assert part in page.read_text()
+    lines = run(tmp_path, "--workers", "8", "--json", kind=TRANSFORMER_ADAM)
+    *rows, advice = map(json.loads, lines)
+    aer = next(row for row in rows if row["method"] == "aer")
+    assert aer["equal_loss_s"] == pytest.approx(3 * aer["prediction"]["mean_s"])
+    assert (aer["loss"]["gap"], aer["loss"]["assumed"]) == (0.08, True)
+    assert advice["ranked_by"] == "equal loss"
+    assert "ms to equal loss" not in "\n".join(run(tmp_path, "--workers", "8"))
+
+
+def test_a_data_sheet_is_of_a_kind_where_it_is_said(tmp_path: Path) -> None:
+    """--kind is in the profile; one that nobody knows is refused with those that are."""
+    path = tmp_path / "profile.json"
+    options = ["profile", "--gpu", "a40", "--out", str(path), "--kind"]
+    runner = CliRunner()
+    runner.invoke(app, [*options, TRANSFORMER_ADAM], catch_exceptions=False)
+    assert read_profile(path).kind == TRANSFORMER_ADAM
+    with pytest.raises(UserError, match="got 'LSTM'; write 'transformer, Adam'"):
+        runner.invoke(app, [*options, "LSTM"], catch_exceptions=False)
+
+
+def test_profiles_of_before_kinds_are_read(tmp_path: Path) -> None:
+    """A file without a kind is a profile of none."""
+    write_profile(transformer(), tmp_path / "profile.json")
+    fields = json.loads((tmp_path / "profile.json").read_text())
+    del fields["kind"]
+    (tmp_path / "profile.json").write_text(json.dumps(fields))
+    assert read_profile(tmp_path / "profile.json") == transformer()
 
 
 @pytest.mark.parametrize(

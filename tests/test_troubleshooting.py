@@ -313,7 +313,7 @@ PROVOKE: dict[str, Callable[[], object]] = {
     "inside join()": in_loop(average_in_join),
     "this gossip must be open": in_loop(step_after_close),
     "every optimizer that trains": in_loop(step_another_optimizer),
-    "awc mixes before": in_loop(step_in_backward),
+    "awc acts before": in_loop(step_in_backward),
     "rank … waits for bucket": with_others(lambda gossip: gossip.close(), lambda gossip: None),
     "rank … called averaged()": with_others(average, lambda gossip: None),
     "all ranks must make": with_others(average, lambda gossip: gossip.consensus_distance()),

@@ -1,7 +1,7 @@
 """The only code that moves parameters between processes.
 
 A module imports only from those below it in this table, which is also the order of reading; a
-parameter goes through a step along ``step``, ``orders``, ``mixer`` and ``transport``.
+parameter goes through a step along ``step``, ``rank_context``, ``mixer`` and ``transport``.
 
     What a user calls
         decentralize       parse and check what this rank was given, compare it, connect
@@ -19,7 +19,7 @@ parameter goes through a step along ``step``, ``orders``, ``mixer`` and ``transp
         model_state        what a model's state is while workers differ
         step               hooks around ``optimizer.step()``; blocks in which no step is taken
         step_call          closures, steps within steps, other scalers
-        orders             awc and atc: when a step mixes
+        rank_context       what an algorithm sees of this rank, and exchanges
         rank_meter         what a controller sees of all ranks
         mixer              x ← W x on buckets, in two halves; owns what is in flight
         left_out           ranks whose parameters are not finite

@@ -101,7 +101,7 @@ class Mixer:
         self._detector.at(step, round.digest)
         self._started_at = time.perf_counter()
         digest = agrees_on or (round.digest if self._compares_rounds else "")
-        if not round.degree and not digest:  # a local step
+        if not round.degree and not digest and round.num_workers > 1:  # a local step
             return
         with record_function("Mixer::start"), torch.no_grad():
             if digest:

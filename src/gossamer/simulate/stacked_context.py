@@ -125,7 +125,7 @@ class StackedContext:
         round, sent = self._in_flight.pop(state)
         if state == PARAMETERS and self.given is not None:
             round = self.given
-        if not round.degree:  # a local step
+        if not round.degree and round.num_workers > 1:  # a local step
             return
         replicas = self._replicas
         norms_W = (
