@@ -2,9 +2,10 @@
 
     python -m benchmarks.adam --workers 8 --batch-size 4 --lr 3e-3 --seeds 0,1 all_reduce gossip
 
-One-peer exponential, atc, clipping at norm 1, weight decay 0.1, cosine after a warm-up, batches
-and initial parameters of the workload's own seeds. Every rule is written out on stacked parameters
-[W, N], so that one that needs other workers' gradients is a line more, and no part of the package.
+One-peer exponential, atc where nothing else is said, clipping at norm 1, weight decay 0.1, cosine
+after a warm-up, batches and initial parameters of the workload's own seeds. Every rule is written
+out on stacked parameters [W, N], so that one that needs other workers' gradients is a line more,
+and no part of the package.
 One JSON line per run: the test loss, in nats, of the average of all workers, and CPU seconds.
 """
 
@@ -65,6 +66,13 @@ class Rule:
     """The norm that decides on clipping: of the worker's ``"own"`` gradient, or that of the mean
     gradient of all (``"mean"``), which a worker could at best estimate; ``"no"`` for none."""
 
+    overlapped: bool = False
+    """Whether parameters are mixed as awc does: before the update, with the gradient taken at
+    what the worker's own last update had made of them."""
+
+    complete: bool = False
+    """Whether all workers average at every step: what is left is not the graph's."""
+
     quasi_global: bool = False
     """Moments of the normalised change of parameters by a whole step, mixing included, in place of
     gradients (Lin et al., https://arxiv.org/abs/2102.04761)."""
@@ -97,6 +105,13 @@ VARIANTS = {
     "no_clip4": Rule(4, clip="no"),
     "no_clip": Rule(clip="no"),
     "quasi_global": Rule(quasi_global=True),
+    "complete": Rule(complete=True),
+    "accum8_complete": Rule(8, complete=True),
+    "gossip_awc": Rule(overlapped=True),
+    "accum2_awc": Rule(2, overlapped=True),
+    "accum4_awc": Rule(4, overlapped=True),
+    "accum8_awc": Rule(8, overlapped=True),
+    "accum8_complete_awc": Rule(8, overlapped=True, complete=True),
 }
 
 
@@ -114,10 +129,13 @@ class Workers:
         rule, before = self._rule, self._x.clone()
         mixing = torch.from_numpy(round.matrix().toarray()).float()
         grads = self._clipped(_stack([p.grad for p in self._parameters if p.grad is not None]))
+        if rule.overlapped and self._num_steps:
+            self._x = mixing @ self._x
         self._num_steps += 1
         self._x.mul_(1 - lr * WEIGHT_DECAY)
         self._x.sub_(lr * self._direction(grads, mixing))
-        self._x = mixing @ self._x
+        if not rule.overlapped:
+            self._x = mixing @ self._x
         if rule.quasi_global:
             change = before - self._x
             change /= change.norm(dim=1, keepdim=True).clamp(min=1e-12)
@@ -189,7 +207,8 @@ def run(spec: RunSpec, rule: Rule) -> float:
         if batch == 0:
             samples = batches.draw(epoch)
         sim.step(*batches.fetch(samples[:, batch], t), round=nobody)
-        round = everyone if rule.all_reduce else spec.schedule.round(t)
+        everybody = rule.all_reduce or rule.complete
+        round = everyone if everybody else spec.schedule.round(t)
         with torch.no_grad():
             workers.step(spec.lr_at(t), round)
     return token_loss()(sim.average().eval(), batches.data)
