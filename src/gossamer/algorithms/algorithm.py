@@ -67,7 +67,7 @@ class StepContext(Protocol):
         ...
 
     def rounds(self, step: int) -> Sequence[Round]:
-        """Return what a step mixes with, in this order; asked for once per step."""
+        """Return what a step mixes with, in this order; once per step where a control decides."""
         ...
 
     def resumed_rounds(self, step: int) -> Sequence[Round]:

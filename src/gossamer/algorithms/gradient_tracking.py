@@ -42,5 +42,5 @@ class GradientTracking(Algorithm):
 
     def after_update(self, context: StepContext, step: int) -> None:
         """Mix with the round of this step."""
-        (round,) = context.resumed_rounds(step)
+        (round,) = context.rounds(step)
         mix(context, round, step)
