@@ -39,7 +39,7 @@ EDGES: dict[str, str] = {
     "rates": "errors",
     "records": "errors",
     "registry": "errors",
-    "runtime_model": "algorithms engine errors files gossip picture rates topology",
+    "runtime_model": "algorithms engine errors files gossip optim picture rates topology",
     "seeds": "",
     "simulate": "algorithms consensus errors memory nonfinite normalization optim seeds topology",
     "topology": "errors registry",

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 import typer
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -17,6 +20,7 @@ from benchmarks import losses as command
 from gossamer.bench.store import Story
 from gossamer.errors import UserError
 from gossamer.optim import AccumAdam, AccumAdamW
+from gossamer.runtime_model import links, measure, read_profile
 from gossamer.runtime_model.losses import (
     ASSUMED_OPTIMIZERS,
     MeasuredLoss,
@@ -31,6 +35,7 @@ from gossamer.runtime_model.measure import kind_of
 from gossamer.runtime_model.profile import KINDS, TRANSFORMER_ADAM
 from gossamer.workloads import find
 from tests.page_commands import own_app
+from tests.pool import ProcessPool
 from tests.stories import spec_of, story_of, write
 
 
@@ -141,7 +146,9 @@ def test_only_what_was_trained_as_a_plan_assumes_is_taken() -> None:
 
 
 @pytest.mark.parametrize("optimizer", [Adam, AdamW, AccumAdam, AccumAdamW])
-def test_a_model_with_attention_under_adam_is_of_that_kind(optimizer: type[Optimizer]) -> None:
+def test_a_model_with_attention_under_adam_is_of_that_kind(
+    optimizer: Callable[..., Optimizer],
+) -> None:
     """Ours, torch's, and those inside other modules; one of several optimizers is not enough."""
     for model in (
         find("stdlib-gpt").make_model(),
@@ -154,9 +161,29 @@ def test_a_model_with_attention_under_adam_is_of_that_kind(optimizer: type[Optim
     assert kind_of(model, optimizer(model.parameters())) == ""
 
 
+def measure_transformer(path: Path) -> None:
+    """Profile a few steps of ours."""
+    with (
+        mock.patch.object(links, "_WINDOW_S", 0.004),
+        mock.patch.object(measure, "_TINY_STEPS", 3),
+    ):
+        model = find("stdlib-gpt").make_model()
+        optimizer = AdamW(model.parameters())
+        measure.measure(model, optimizer, path, steps=2, warmup=1)
+        for _ in range(3):
+            model(torch.zeros(1, 8, dtype=torch.long)).mean().backward()
+            optimizer.step()
+
+
+def test_a_measured_profile_has_its_kind(pool: ProcessPool, tmp_path: Path) -> None:
+    """stdlib-gpt under AdamW is what its losses were measured for."""
+    pool.run(measure_transformer, tmp_path / "profile.json")
+    assert read_profile(tmp_path / "profile.json").kind == TRANSFORMER_ADAM
+
+
 # - The command
 
-ACCUM = {"optimizer": "accum_adamw", "optimizer_options": {"betas": (0.9, 0.99)}}
+ACCUM: dict[str, Any] = {"optimizer": "accum_adamw", "optimizer_options": {"betas": (0.9, 0.99)}}
 
 
 def runs_of(method: str, losses: list[float], *, times: int = 1, **fields: Any) -> list[Story]:
@@ -168,7 +195,7 @@ def runs_of(method: str, losses: list[float], *, times: int = 1, **fields: Any) 
 
 def test_records_become_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Seed by seed, with a slope of its own or of the nearest setting; trials do not count."""
-    one_peer = {"topology": "one_peer_exponential", **ACCUM}
+    one_peer: dict[str, Any] = {"topology": "one_peer_exponential", **ACCUM}
     short = [
         *runs_of("C_complete", [3.0, 3.2, 2.8]),
         *runs_of("gossip", [3.1, 3.3], **one_peer),

@@ -60,7 +60,7 @@ def plan_command(  # noqa: PLR0913 - one parameter per option
     from gossamer.runtime_model.profile import read_profile
 
     pages = with_endings(html=html)
-    given = {"topologies": topology} if topology else {}
+    given: dict[str, Any] = {"topologies": topology} if topology else {}
     job = read_profile(profile)
     if link:
         job = job.with_between(link_of(link))
@@ -111,6 +111,9 @@ def profile_command(  # noqa: PLR0913 - one parameter per option
     variance: Annotated[float, _sheet("Of normalized compute time.")] = 0.0,
     workers: Annotated[int, _sheet("Workers that the batch is for.", min=1)] = 8,
     per_node: Annotated[int, _sheet("Workers of a node.", min=1)] = 8,
+    kind: Annotated[
+        str, _sheet("Of model and optimizer, for measured losses: 'transformer, Adam'.")
+    ] = "",
 ) -> None:
     """Measure a job, or describe it from data sheets, for a plan.
 
@@ -146,6 +149,8 @@ def profile_command(  # noqa: PLR0913 - one parameter per option
             efficiency=efficiency,
             variance=variance,
         )
+        if kind:
+            sheet = sheet.with_kind(kind)
         write_profile(sheet, out)
         say(f"wrote {out}: {describe(sheet)}")
 
@@ -185,7 +190,7 @@ def _print_json(plan: Plan) -> None:
 
 
 def _print_tables(plan: Plan) -> None:
-    from gossamer.runtime_model.words import LEGEND, describe
+    from gossamer.runtime_model.words import describe, legend
 
     show(escape(describe(plan.profile)))
     if (plan.algorithm, plan.every) != ("awc", 1):
@@ -196,17 +201,17 @@ def _print_tables(plan: Plan) -> None:
         show(_table(rows, advice.method))
     for name, reason in plan.missing.items():
         show(f"[dim]no {escape(name)}: {escape(reason)}[/]")
-    show(f"[dim]{LEGEND}[/]")
+    show(f"[dim]{escape(legend(plan.rows))}[/]")
 
 
 def _table(rows: list[Row], recommended: str) -> Table:
-    from gossamer.runtime_model.words import HEADINGS, row_cells
+    from gossamer.runtime_model.words import columns_of
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for number, heading in enumerate(HEADINGS):
+    columns = columns_of(rows)
+    for number, heading in enumerate(columns):
         table.add_column(heading, justify="right" if number else "left", overflow="fold")
     for row in rows:
-        cells = row_cells(row)
         style = "bold" if row.method == recommended else None
-        table.add_row(*cells, style=style)
+        table.add_row(*(cell(row) for cell in columns.values()), style=style)
     return table

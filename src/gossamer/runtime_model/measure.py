@@ -25,16 +25,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
+from torch.optim import Adam, AdamW, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gossamer.engine.batches import Batches
 from gossamer.engine.spec import RunSpec
 from gossamer.errors import UserError
 from gossamer.gossip import Gossip, decentralize
+from gossamer.optim import AccumAdam, AccumAdamW
 from gossamer.runtime_model.links import measure_network
 from gossamer.runtime_model.presets import BUCKET_BYTES, FIRST_BUCKET_BYTES
-from gossamer.runtime_model.profile import Bucket, Hooks, Profile, write_profile
+from gossamer.runtime_model.profile import (
+    TRANSFORMER_ADAM,
+    Bucket,
+    Hooks,
+    Profile,
+    write_profile,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -87,6 +94,7 @@ def measure(
     }
     draft = {
         "name": name or type(model).__name__,
+        "kind": kind_of(model, optimizer),
         "workers": group.size(),
         "network": network,
         "hooks": _measure_hooks(group, trained[0].device),
@@ -94,6 +102,20 @@ def measure(
         "environment": environment,
     }
     _Stopwatch(model, optimizer, trained, warmup, steps, partial(_finish, group, draft, Path(path)))
+
+
+def kind_of(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]) -> str:
+    """Return which of ``profile.KINDS`` a model and its optimizer are; nothing where they are none.
+
+    A transformer is what has a module that is called attention, by whoever wrote it.
+    """
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+    attends = any(
+        isinstance(module, nn.MultiheadAttention) or "Attention" in type(module).__name__
+        for module in model.modules()
+    )
+    by_adam = all(isinstance(each, Adam | AdamW | AccumAdam | AccumAdamW) for each in optimizers)
+    return TRANSFORMER_ADAM if attends and by_adam else ""
 
 
 @final

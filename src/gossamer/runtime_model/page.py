@@ -16,7 +16,7 @@ from gossamer.runtime_model.methods import DDP, METHODS, Job, build
 from gossamer.runtime_model.model import Event, Task, predict, timeline
 from gossamer.runtime_model.plan import Advice, Plan
 from gossamer.runtime_model.profile import Profile
-from gossamer.runtime_model.words import HEADINGS, LEGEND, describe, row_cells
+from gossamer.runtime_model.words import columns_of, describe, legend
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -64,7 +64,7 @@ def write_page(plan: Plan, path: Path) -> None:
         rates = _sweep_rates(plan, between.bits_s / 1e9)
         figures.append(("Speed-up over the rate between nodes", _note(plan), rates))
     parts = [_heading(plan), *(_scale(plan, advice) for advice in plan.advice)]
-    parts.append(f'<p class="note">{html.escape(LEGEND)}</p>')
+    parts.append(f'<p class="note">{html.escape(legend(plan.rows))}</p>')
     for index, (title, note, figure) in enumerate(figures):
         drawn = figure.to_html(full_html=False, include_plotlyjs=index == 0)
         parts.append(f'<h2>{title}</h2><p class="note">{html.escape(note)}</p>{drawn}')
@@ -77,13 +77,13 @@ def write_page(plan: Plan, path: Path) -> None:
 
 
 _SPLIT_NOTE = (
-    "Of the fastest gossip against DDP, in percentage points of DDP's time: exchanges that hide "
+    "Of a step of the fastest gossip against DDP's, in percentage points: exchanges that hide "
     "behind the next iteration, fewer bytes on slow links, and waiting for fewer workers."
 )
 
 
 def _note(plan: Plan) -> str:
-    return f"On {_largest(plan)} workers, DDP = 1; the line marks the profile."
+    return f"Per step, on {_largest(plan)} workers, DDP = 1; the line marks the profile."
 
 
 def _largest(plan: Plan) -> int:
@@ -98,13 +98,14 @@ def _heading(plan: Plan) -> str:
 
 def _scale(plan: Plan, advice: Advice) -> str:
     stay = " stay" if advice.method == DDP else ""
-    heads = "".join(f"<th>{html.escape(text)}</th>" for text in HEADINGS)
+    here = [row for row in plan.rows if row.workers == advice.workers]
+    columns = columns_of(here)
+    heads = "".join(f"<th>{html.escape(heading)}</th>" for heading in columns)
     rows = "".join(
         f"<tr{' class=advised' if row.method == advice.method else ''}>"
-        + "".join(f"<td>{html.escape(cell)}</td>" for cell in row_cells(row))
+        + "".join(f"<td>{html.escape(cell(row))}</td>" for cell in columns.values())
         + "</tr>"
-        for row in plan.rows
-        if row.workers == advice.workers
+        for row in here
     )
     return (
         f'<h2>{advice.workers} workers</h2><div class="advice{stay}">{html.escape(advice.reason)}'

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Literal, final
 
 from gossamer.algorithms import parse_algorithm
 from gossamer.errors import UserError, quoted
 from gossamer.runtime_model.factors import Split, split_saving
+from gossamer.runtime_model.losses import (
+    MEASURED_TOPOLOGY,
+    REFERENCE,
+    LossGap,
+    MeasuredLoss,
+    comparable,
+    nearest_gap,
+    packaged_losses,
+)
 from gossamer.runtime_model.methods import (
     DDP,
     LOCAL_STEPS,
@@ -61,6 +70,13 @@ class Row:
     rounds_to_consensus: int | None
     """Iterations to an exact average; None where it is only approached."""
 
+    loss: LossGap | None = None
+    """What it loses to DDP, as measured for this kind of model; None where nothing was."""
+
+    equal_loss_s: float | None = None
+    """Time to what DDP learns in an iteration: the mean, times as many iterations as it takes;
+    None where that is not known."""
+
 
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,11 +86,15 @@ class Advice:
     workers: int
     method: str
     reason: str
+    ranked_by: Literal["equal loss", "step"]
+    """Whether methods are compared by ``Row.equal_loss_s``, which takes that of all of them, or by
+    the time of an iteration."""
+
     saving: float
-    """Share of DDP's iteration time."""
+    """Share of DDP's time, by that which ranks."""
 
     split: Split
-    """Where the saving of the fastest gossip comes from, taken or not."""
+    """Where the saving of the fastest gossip comes from, taken or not; per iteration."""
 
     level: tuple[str, ...]
     """Other methods that are as good, for all that the model can tell: from another profile of the
@@ -116,6 +136,7 @@ def make_plan(
     strong: bool = False,
     algorithm: str = "awc",
     every: int = 1,
+    losses: Sequence[MeasuredLoss] | None = None,
 ) -> Plan:
     """Predict all methods at all scales, and advise.
 
@@ -127,23 +148,26 @@ def make_plan(
             shrinks as workers are added; by default the batch of each worker stays.
         algorithm: of gossip.
         every: steps from one exchange of gossip to the next.
+        losses: what was measured; by default what comes with the package.
     """
     _check_scales(profile, workers)
     parse_algorithm(algorithm)  # a name that is none is refused once, not at every topology
+    losses = packaged_losses() if losses is None else losses
+    losses = [row for row in losses if row.kind == profile.kind]
     rows: list[Row] = []
     advice: list[Advice] = []
     missing: dict[str, str] = {}
     for scale in dict.fromkeys(workers):
         compute = _compute_factor(profile, scale, strong=strong)
         job = Job.of(profile.with_compute(compute), scale, algorithm, every)
-        of_scale = _rows(job, topologies, missing)
+        of_scale = _rows(job, topologies, missing, losses)
         if all(row.method in METHODS for row in of_scale):
             raise UserError(
                 f"a plan needs a topology that exists on {scale} workers, got none: "
                 f"{'; '.join(missing.values())}"
             )
         rows += of_scale
-        advice.append(_advise(job, of_scale))
+        advice.append(_advise(job, of_scale, losses))
     return Plan(
         profile=profile,
         strong=strong,
@@ -175,7 +199,9 @@ def _compute_factor(profile: Profile, workers: int, *, strong: bool) -> float:
     return profile.workers / workers if strong else 1.0
 
 
-def _rows(job: Job, topologies: Sequence[str], missing: dict[str, str]) -> list[Row]:
+def _rows(
+    job: Job, topologies: Sequence[str], missing: dict[str, str], losses: Sequence[MeasuredLoss]
+) -> list[Row]:
     predictions = {name: predict(build(name, job), job.trials()) for name in METHODS}
     for topology in topologies:
         try:
@@ -183,10 +209,20 @@ def _rows(job: Job, topologies: Sequence[str], missing: dict[str, str]) -> list[
         except UserError as error:
             missing[f"{topology} on {job.links.num_workers}"] = str(error)
     ddp_s = predictions[DDP].mean_s
-    return [_row(job, name, found, ddp_s) for name, found in predictions.items()]
+    known = comparable(losses, job.algorithm, job.every)
+    return [
+        _row(job, name, found, ddp_s, _loss_of(job, name, known))
+        for name, found in predictions.items()
+    ]
 
 
-def _row(job: Job, name: str, prediction: Prediction, ddp_s: float) -> Row:
+def _loss_of(job: Job, name: str, known: Sequence[MeasuredLoss]) -> LossGap | None:
+    if name in METHODS:
+        return REFERENCE if name == DDP and known else None
+    return nearest_gap(known, name, job.links.num_workers)
+
+
+def _row(job: Job, name: str, prediction: Prediction, ddp_s: float, loss: LossGap | None) -> Row:
     workers, num_bytes = job.links.num_workers, job.profile.num_bytes
     if name in METHODS:
         exact = name == DDP
@@ -198,6 +234,7 @@ def _row(job: Job, name: str, prediction: Prediction, ddp_s: float) -> Row:
         sent = summary.copies_sent * num_bytes * algorithm.num_exchanges / job.every
         mixing, rounds = summary.mixing_rate, summary.rounds_to_consensus
         rounds = rounds and rounds * job.every
+    more_steps = loss and loss.more_steps
     return Row(
         method=name,
         workers=workers,
@@ -206,37 +243,54 @@ def _row(job: Job, name: str, prediction: Prediction, ddp_s: float) -> Row:
         bytes_per_step=sent,
         mixing=mixing,
         rounds_to_consensus=rounds,
+        loss=loss,
+        equal_loss_s=more_steps and more_steps * prediction.mean_s,
     )
 
 
-def _advise(job: Job, rows: Sequence[Row]) -> Advice:
+def _advise(job: Job, rows: Sequence[Row], losses: Sequence[MeasuredLoss]) -> Advice:
     ddp = next(row for row in rows if row.method == DDP)
     gossiping = [row for row in rows if row.method not in METHODS]
-    fastest_s = min(row.prediction.mean_s for row in gossiping)
+    per_step = {row.method: row.prediction.mean_s for row in [ddp, *gossiping]}
+    known = ((row.method, row.equal_loss_s) for row in [ddp, *gossiping])
+    to_equal_loss = {method: s for method, s in known if s is not None}
+    by_loss = to_equal_loss.keys() == per_step.keys()
+    seconds = to_equal_loss if by_loss else per_step
+    ddp_s, fastest_s = seconds[DDP], min(seconds[row.method] for row in gossiping)
     # What mixes best must not cost the saving itself.
-    worth_it_s = max(fastest_s, ddp.prediction.mean_s * (1 - WORTH_IT))
+    worth_it_s = max(fastest_s, ddp_s * (1 - WORTH_IT))
     limit_s = min(fastest_s * (1 + AS_FAST), worth_it_s)
-    as_fast = [row for row in gossiping if row.prediction.mean_s <= limit_s]
+    as_fast = [row for row in gossiping if seconds[row.method] <= limit_s]
     best = max(as_fast, key=lambda row: row.mixing or 0.0)
     split = split_saving(job, build(best.method, job))
-    saving = 1 - best.prediction.mean_s / ddp.prediction.mean_s
+    saving = 1 - seconds[best.method] / ddp_s
     stay = saving < WORTH_IT
-    reason = _why_ddp(ddp, best, saving) if stay else _why_gossip(ddp, best, as_fast, split)
-    level = _level_with(ddp if stay else best, [ddp, *gossiping])
+    to_loss = best.loss if by_loss else None
+    reason = (
+        _why_ddp(ddp, best, saving, to_loss)
+        if stay
+        else _why_gossip(seconds, best, as_fast, split, to_loss)
+    )
+    method = DDP if stay else best.method
+    level = _level_with(method, seconds)
     return Advice(
         workers=ddp.workers,
-        method=DDP if stay else best.method,
-        reason=reason + _why_level(level),
+        method=method,
+        reason=reason + _why_level(level) + _why_ranked(to_loss, known=bool(losses)),
+        ranked_by="equal loss" if by_loss else "step",
         saving=0.0 if stay else saving,
         split=split,
         level=level,
     )
 
 
-def _level_with(chosen: Row, rows: Sequence[Row]) -> tuple[str, ...]:
-    times = {row.method: row.prediction.mean_s for row in rows}
-    own_s = times.pop(chosen.method)
-    return tuple(name for name, s in times.items() if max(s, own_s) <= (1 + LEVEL) * min(s, own_s))
+def _level_with(chosen: str, seconds: Mapping[str, float]) -> tuple[str, ...]:
+    own_s = seconds[chosen]
+    return tuple(
+        name
+        for name, s in seconds.items()
+        if name != chosen and max(s, own_s) <= (1 + LEVEL) * min(s, own_s)
+    )
 
 
 def _why_level(level: Sequence[str]) -> str:
@@ -245,8 +299,31 @@ def _why_level(level: Sequence[str]) -> str:
     return f"; level with it, within the model's error of {LEVEL:.0%}: {', '.join(level)}"
 
 
-def _why_ddp(ddp: Row, best: Row, saving: float) -> str:
+def _why_ranked(to_loss: LossGap | None, *, known: bool) -> str:
+    """Say what methods are compared by.
+
+    Args:
+        to_loss: what the comparison by time to equal loss rests on; None where it is by step.
+        known: whether any losses of this kind of model are.
+    """
+    if to_loss is not None:
+        on = f" (on {MEASURED_TOPOLOGY})" if to_loss.assumed else ""
+        return f"; ranked by time to equal loss, as measured on {to_loss.setting}{on}"
+    missing = (
+        "what these methods take to an equal loss was not measured"
+        if known
+        else "no losses were measured for this kind of model"
+    )
+    return f"; ranked by time per step; {missing}"
+
+
+def _why_ddp(ddp: Row, best: Row, saving: float, to_loss: LossGap | None) -> str:
     told = f"would save {saving:.1%}" if saving > 0 else f"would take {-saving:.1%} longer"
+    if to_loss is not None:
+        told += (
+            f" to an equal loss: {to_loss.more_steps:.3g} times as many steps "
+            f"of {1e3 * best.prediction.mean_s:.3g} ms"
+        )
     return (
         f"stay with DDP: it waits {1e3 * ddp.prediction.exposed_s:.3g} ms of "
         f"{1e3 * ddp.prediction.mean_s:.3g}, and {best.method} {told}; "
@@ -254,17 +331,26 @@ def _why_ddp(ddp: Row, best: Row, saving: float) -> str:
     )
 
 
-def _why_gossip(ddp: Row, best: Row, as_fast: Sequence[Row], split: Split) -> str:
-    before_s, after_s = ddp.prediction.mean_s, best.prediction.mean_s
+def _why_gossip(
+    seconds: Mapping[str, float],
+    best: Row,
+    as_fast: Sequence[Row],
+    split: Split,
+    to_loss: LossGap | None,
+) -> str:
+    before_s, after_s = seconds[DDP], seconds[best.method]
     points = {
         "overlap": split.overlap_s,
         "fewer bytes on slow links": split.links_s,
         "waiting for fewer": split.tolerance_s,
     }
+    if to_loss is not None:
+        points["more steps"] = best.prediction.mean_s - after_s
     parts = ", ".join(f"{name} {100 * part / before_s:.0f}" for name, part in points.items())
     others = len(as_fast) - 1
     chosen = f"; of {others + 1} graphs as fast it mixes best" if others else ""
+    until = "" if to_loss is None else " to an equal loss"
     return (
-        f"{best.method}: {1e3 * after_s:.3g} ms where DDP takes {1e3 * before_s:.3g}, "
+        f"{best.method}: {1e3 * after_s:.3g} ms{until} where DDP takes {1e3 * before_s:.3g}, "
         f"a saving of {1 - after_s / before_s:.0%} (points: {parts}){chosen}"
     )

@@ -16,7 +16,7 @@ from pydantic import (
     ValidationError,
 )
 
-from gossamer.errors import UserError
+from gossamer.errors import UserError, quoted
 from gossamer.files import read_bounded, write_atomic
 
 SCHEMA = 1
@@ -25,6 +25,10 @@ _MOST_BYTES = 2**24
 """Of a file."""
 
 MAX_BUCKETS = 2**13
+
+TRANSFORMER_ADAM = "transformer, Adam"
+KINDS = (TRANSFORMER_ADAM,)
+"""Of models and optimizers, as far as they are told apart: gossip costs some of them steps."""
 
 # Far beyond any job, and near enough for sums and products of them to stay finite.
 Seconds: TypeAlias = Annotated[float, Field(ge=0, le=1e9)]
@@ -35,13 +39,15 @@ Factor: TypeAlias = Annotated[float, Field(ge=1e-6, le=1e6)]
 Workers: TypeAlias = Annotated[int, Field(ge=1, le=2**20)]
 
 
-class _Value(BaseModel):
+class StrictValue(BaseModel):
+    """A value that a file holds: nothing unknown, nothing that is not finite."""
+
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
     )
 
 
-class Bucket(_Value):
+class Bucket(StrictValue):
     """Parameters whose gradients are complete, and travel, together."""
 
     num_bytes: Bytes
@@ -52,7 +58,7 @@ class Bucket(_Value):
     """Its share of the optimizer's step."""
 
 
-class Link(_Value):
+class Link(StrictValue):
     """One direction of a link."""
 
     bits_s: Rate
@@ -60,7 +66,7 @@ class Link(_Value):
     """From the start of a message to the arrival of its first byte."""
 
 
-class Network(_Value):
+class Network(StrictValue):
     """Nodes of equally many workers; links inside a node and between nodes."""
 
     workers_per_node: Workers = 1
@@ -83,26 +89,29 @@ class Network(_Value):
     """Rate at which a worker receives from two others over that from one."""
 
 
-class Hooks(_Value):
+class Hooks(StrictValue):
     """What a method's own code takes of every step, besides its passes over the parameters."""
 
     ddp_s: Seconds = 0.0
     gossip_s: Seconds = 0.0
 
 
-class Pair(_Value):
+class Pair(StrictValue):
     """What was measured from one rank to another and back."""
 
     ranks: tuple[int, int]
     link: Link
 
 
-class Profile(_Value):
+class Profile(StrictValue):
     """One training job."""
 
     schema_version: int = Field(default=SCHEMA, le=SCHEMA)
     name: str
     """What is trained, on what."""
+
+    kind: str = ""
+    """One of ``KINDS``, by which a plan finds measured losses; empty where it is none of them."""
 
     workers: Workers
     """How many it was measured with, or whose batches its compute times are for."""
@@ -149,8 +158,8 @@ class Profile(_Value):
             return Profile.model_validate({**self.model_dump(), **changes})
         except ValidationError as error:
             raise UserError(
-                f"what is asked of {self.name} must be in a profile's range, got {_first(error)}; "
-                "ask for less of a change"
+                f"what is asked of {self.name} must be in a profile's range, got "
+                f"{first_problem(error)}; ask for less of a change"
             ) from error
 
     def with_compute(self, factor: float) -> Profile:
@@ -173,6 +182,15 @@ class Profile(_Value):
         """Return the profile with another variance of compute times."""
         return self.replace(variance=variance, factors=())
 
+    def with_kind(self, kind: str) -> Profile:
+        """Return the profile as that of a kind of model and optimizer."""
+        if kind not in KINDS:
+            raise UserError(
+                f"a kind must be one that losses are measured for, got {quoted(kind)}; "
+                f"write {' or '.join(map(repr, KINDS))}, or leave it out"
+            )
+        return self.replace(kind=kind)
+
 
 def read_profile(path: Path) -> Profile:
     """Return the profile in a file."""
@@ -185,12 +203,12 @@ def read_profile(path: Path) -> Profile:
         ) from error
     except ValidationError as error:
         raise UserError(
-            f"a profile must hold what gossamer profile writes, got {path} with {_first(error)}; "
-            "correct it, or measure again"
+            f"a profile must hold what gossamer profile writes, got {path} with "
+            f"{first_problem(error)}; correct it, or measure again"
         ) from error
 
 
-def _first(error: ValidationError) -> str:
+def first_problem(error: ValidationError) -> str:
     """Return what is wrong first, and where."""
     first = error.errors()[0]
     where = ".".join(str(part)[:80] for part in first["loc"]) or "the file"

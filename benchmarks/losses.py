@@ -1,0 +1,273 @@
+"""What gossip loses to all-reduce at equal steps: the rows that ``gossamer plan`` shows.
+
+    python -m benchmarks.losses results/adam-stdlib-gpt results/adam-stdlib-gpt-long \
+        --out src/gossamer/runtime_model/measured_losses.json
+
+Folders are what ``gossamer bench run`` wrote. Of final runs that are done, not of trials, every way
+of gossip is compared with all-reduce in the same setting, seed by seed. The slope of all-reduce's
+loss needs a setting that was also trained four times as long; other settings of that workload take
+the slope of the nearest one, and say so. One JSON line per row; what was left out goes to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, TypeAlias
+
+import torch
+import typer
+
+from gossamer.bench.analysis.statistics import interval
+from gossamer.bench.analysis.tabulate import rows_of
+from gossamer.bench.store import Store
+from gossamer.bench.tuning import is_trial
+from gossamer.engine import CENTRALIZED, RunSpec
+from gossamer.engine.parts import OPTIMIZER_REGISTRY
+from gossamer.errors import UserError
+from gossamer.records import Started
+from gossamer.runtime_model.losses import LONGER, MeasuredLoss, factor_of_steps, write_losses
+from gossamer.runtime_model.measure import kind_of
+from gossamer.workloads import find
+
+_ARM = {"method", "topology", "algorithm", "optimizer", "optimizer_options", "lr", "seed"}
+"""Fields in which what is compared differs."""
+
+_TOLD = {"workload", "workers", "batch_size", "epochs", "max_steps"}
+"""Fields of a setting that have a name of their own in it."""
+
+_UNSEEN = {"engine", "log_every", "evaluate_every", "evaluate_replicas", "evaluate_samples"}
+"""Fields that change no training."""
+
+
+class Setting(NamedTuple):
+    """What the runs that are compared have in common."""
+
+    kind: str
+    workload: str
+    workers: int
+    batch_size: int
+    steps: int
+    others: str
+    """All other fields."""
+
+    def distance(self, other: Setting) -> float:
+        """Return how many doublings of workers, batch and steps lie between two settings."""
+        pairs = zip(self[2:5], other[2:5], strict=True)
+        return sum(abs(math.log2(own / others)) for own, others in pairs)
+
+
+class Arm(NamedTuple):
+    """One way to distribute training."""
+
+    topology: str
+    algorithm: str
+    optimizer: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """A final run that is done."""
+
+    spec: RunSpec
+    loss: float
+    commit: str
+    ended: datetime
+
+
+Seeds: TypeAlias = dict[int, Run]
+Arms: TypeAlias = dict[Arm, Seeds]
+
+
+def final_runs(folders: Sequence[Path], left_out: Counter[str]) -> Iterator[Run]:
+    """Yield the runs of experiments that count, each once.
+
+    Args:
+        folders: of ``gossamer bench run``.
+        left_out: gets how many others there are, by reason.
+    """
+    seen: set[str] = set()
+    for store in map(Store, folders):
+        if not store.experiment_path.is_file():
+            raise UserError(
+                f"a folder must be one that gossamer bench run wrote, got {store.folder} without "
+                f"{store.experiment_path.name}; give the --out of that command"
+            )
+        for run_id, stamps in store.stamps().items():
+            if run_id in seen:
+                continue
+            seen.add(run_id)
+            story = store.read(run_id)
+            started, rows = next(iter(story.records), None), rows_of(story)
+            if rows is None or not isinstance(started, Started):
+                left_out["without a first record"] += 1
+            elif reason := _why_not(rows.run):
+                left_out[reason] += 1
+            else:
+                yield Run(
+                    RunSpec.model_validate(started.spec),
+                    rows.run["final"],
+                    started.environment.get("commit", ""),
+                    datetime.fromtimestamp(max(when for _, when, _ in stamps) / 1e9, UTC),
+                )
+
+
+def _why_not(run: Mapping[str, Any]) -> str:
+    """Return why a run does not count; nothing where it does."""
+    spec: Mapping[str, Any] = run["spec"]
+    plain = {"control": "plain", "every": 1, "gossip_steps": 1, "outer_lr": None}
+    reasons = {
+        "trials": is_trial(spec),
+        "not done": run["final"] is None,
+        "judged by what is no loss": run["higher_is_better"],
+        "by more than a topology and an algorithm": any(
+            spec.get(name, value) != value for name, value in plain.items()
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def group(runs: Iterator[Run], left_out: Counter[str]) -> dict[Setting, Arms]:
+    """Return runs by setting, way of training and seed."""
+    settings: dict[Setting, Arms] = {}
+    for run in runs:
+        spec = run.spec
+        kind = _kind(spec.workload, spec.optimizer)
+        if not kind:
+            left_out["of no kind that plans know"] += 1
+            continue
+        others = spec.model_dump(mode="json", exclude=_ARM | _TOLD | _UNSEEN)
+        setting = Setting(
+            kind, spec.workload, spec.workers, spec.batch_size, spec.num_steps, json.dumps(others)
+        )
+        arm = Arm(spec.topology, spec.algorithm, spec.optimizer)
+        seeds = settings.setdefault(setting, {}).setdefault(arm, {})
+        if spec.seed in seeds:
+            raise UserError(
+                f"a way of training must have one run per setting and seed, got two of "
+                f"{spec.method or spec.topology} with {_words(setting)}, seed {spec.seed}; "
+                "give folders of experiments in which nothing else differs"
+            )
+        seeds[spec.seed] = run
+    return settings
+
+
+@cache
+def _kind(workload: str, optimizer: str) -> str:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    made = OPTIMIZER_REGISTRY.parse(optimizer).make([parameter], lr=0.1)
+    return kind_of(find(workload).make_model(), made)
+
+
+def slopes_of(settings: Mapping[Setting, Arms]) -> dict[Setting, float]:
+    """Return what all-reduce gains per unit of ln(steps), by the setting of the shorter run."""
+    slopes: dict[Setting, float] = {}
+    for setting, arms in settings.items():
+        longer = settings.get(setting._replace(steps=LONGER * setting.steps), {})
+        short, long = _all_reduce(setting, arms), _all_reduce(setting, longer)
+        shared = short.keys() & long.keys()
+        if shared:
+            gained = statistics.fmean(short[seed].loss - long[seed].loss for seed in shared)
+            if gained > 0:
+                slopes[setting] = gained / math.log(LONGER)
+    return slopes
+
+
+def _all_reduce(setting: Setting, arms: Arms) -> Seeds:
+    found = [seeds for arm, seeds in arms.items() if arm.topology == CENTRALIZED]
+    if len(found) > 1:
+        raise UserError(
+            f"a setting must have one all-reduce to compare with, got {len(found)} with "
+            f"{_words(setting)}; give folders of experiments with one"
+        )
+    return found[0] if found else {}
+
+
+def rows_from(settings: Mapping[Setting, Arms]) -> list[MeasuredLoss]:
+    """Return one row per setting and way of gossip that shares a seed with all-reduce."""
+    slopes = slopes_of(settings)
+    rows: list[MeasuredLoss] = []
+    for setting, arms in sorted(settings.items()):
+        reference = _all_reduce(setting, arms)
+        for arm, seeds in sorted(arms.items()):
+            shared = sorted(seeds.keys() & reference.keys())
+            if shared and arm.topology != CENTRALIZED:
+                pairs = [(seeds[seed], reference[seed]) for seed in shared]
+                rows.append(_row(setting, arm, pairs, slopes))
+    return rows
+
+
+def _row(
+    setting: Setting,
+    arm: Arm,
+    pairs: Sequence[tuple[Run, Run]],
+    slopes: Mapping[Setting, float],
+) -> MeasuredLoss:
+    loss = statistics.fmean(run.loss for run, _ in pairs)
+    all_reduce_loss = statistics.fmean(reference.loss for _, reference in pairs)
+    gap = interval([run.loss / reference.loss - 1 for run, reference in pairs])
+    bounds = None if gap.low is None or gap.high is None else (_short(gap.low), _short(gap.high))
+    near = [other for other in slopes if other.workload == setting.workload]
+    source = min(near, key=lambda other: (setting.distance(other), other != setting), default=None)
+    more_steps = source and _short(factor_of_steps(loss, all_reduce_loss, slopes[source]))
+    runs = [run for pair in pairs for run in pair]
+    return MeasuredLoss(
+        kind=setting.kind,
+        workload=setting.workload,
+        workers=setting.workers,
+        batch_size=setting.batch_size,
+        steps=setting.steps,
+        method=arm.topology,
+        algorithm=arm.algorithm,
+        optimizer=arm.optimizer,
+        loss=_short(loss),
+        all_reduce_loss=_short(all_reduce_loss),
+        gap=_short(gap.mean),
+        interval=bounds,
+        seeds=len(pairs),
+        more_steps=more_steps,
+        slope_from="" if source in (None, setting) else _words(source, longer=True),
+        commit=", ".join(sorted({run.commit for run in runs})),
+        date=max(run.ended for run in runs).date().isoformat(),
+    )
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
+def _words(setting: Setting, *, longer: bool = False) -> str:
+    """Return a setting in words, together with the longer one where a slope is theirs."""
+    steps = f"{setting.steps} to {LONGER * setting.steps}" if longer else f"{setting.steps}"
+    return f"{setting.workers} workers, batches of {setting.batch_size}, {steps} steps"
+
+
+def main(
+    folders: Annotated[list[Path], typer.Argument(help="Of gossamer bench run.")],
+    out: Annotated[Path, typer.Option(help="The file that is written.")],
+) -> None:
+    """Compare gossip with all-reduce in records, and write what was found."""
+    left_out = Counter[str]()
+    rows = rows_from(group(final_runs(folders, left_out), left_out))
+    if left_out:
+        told = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
+        typer.echo(f"runs left out: {told}", err=True)
+    if not rows:
+        raise UserError(
+            "measured losses need final runs of gossip and of all-reduce that share a seed, got "
+            "none; let the experiment run on, or give other folders"
+        )
+    write_losses(rows, out)
+    for row in rows:
+        print(row.model_dump_json(), flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)
