@@ -403,6 +403,10 @@ def test_a_moment_travels_on_its_own_period() -> None:
         ({"algorithm": "d2", "topology": "one_peer_ring"}, "one round for ever"),
         ({"algorithm": "exact_diffusion", "topology": "exponential"}, "not symmetric"),
         ({"algorithm": "push_sum", "topology": "complete"}, "got an all-reduce at step 0"),
+        (
+            {"algorithm": "gradient_tracking", "topology": "star(weights=uniform)"},
+            "needs rounds that conserve the mean, got another at step 0",
+        ),
         ({"algorithm": "push_sum", "every": 2}, "exchanges at every step, got every=2"),
         ({"algorithm": "gradient_tracking", "gossip_steps": 2}, "mixes once per step"),
         ({"algorithm": "gradient_tracking", "control": "auto"}, "got the control"),

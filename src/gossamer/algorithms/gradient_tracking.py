@@ -15,9 +15,12 @@ the overlapped form diverged on a one-peer ring. References: Di Lorenzo and Scut
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import final
 
 from gossamer.algorithms.algorithm import Algorithm, StepContext, mix
+from gossamer.errors import UserError
+from gossamer.topology import Round, Schedule
 
 
 @final
@@ -27,6 +30,20 @@ class GradientTracking(Algorithm):
     name = "gradient_tracking"
     tracked = ("tracker",)
     kept = ("last_gradient",)
+
+    def adapt_schedule(self, schedule: Schedule) -> Schedule:
+        """Refuse rounds that move the mean: trackers would no longer follow the mean gradient."""
+
+        def build(step: int) -> Round:
+            round = schedule.round(step)
+            if not round.conserves_mean:
+                raise UserError(
+                    "gradient_tracking needs rounds that conserve the mean, got another at step "
+                    f"{step} of {schedule.name}; use weights=metropolis, or algorithm='push_sum'"
+                )
+            return round
+
+        return replace(schedule, build=build)
 
     def before_update(self, context: StepContext, step: int) -> None:
         """Bring the tracker up to date, and give it to the optimizer."""
