@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 import time
+from contextlib import suppress
+from datetime import timedelta
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -16,10 +19,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import SGD
 
-from gossamer import Checkpoints, Simulation, decentralize
+from gossamer import Checkpoints, GradScaler, Simulation, decentralize
 from gossamer.algorithms import ALGORITHMS, parse_algorithm
 from gossamer.errors import UserError
-from gossamer.topology import from_matrix, parse, ring, spaced, static
+from gossamer.gossip import ExchangeError
+from gossamer.nonfinite import NonFiniteError
+from gossamer.topology import Schedule, from_matrix, parse, ring, spaced, static
 from tests import reference
 from tests.ranks import run_ranks
 from tests.reference import ALGORITHM_CASES, ALL_OPTIMIZERS, loss_of, make_model, vector_of
@@ -387,11 +392,214 @@ def test_a_moment_travels_on_its_own_period() -> None:
     assert not torch.allclose(first[1], second[1])
     torch.testing.assert_close(first[2], second[2])
     torch.testing.assert_close(first[2], third[2])
-    with pytest.raises(UserError, match="must keep a 'exp_avg' for every parameter, got SGD"):
-        simulate("ring", "sgd", algorithm="mixed_moments")
+
+
+def whole_tensors(parameters: Any) -> SGD:
+    """An optimizer that keeps a momentum and looks at a whole tensor."""
+
+    class Normalized(SGD):
+        def step(self, closure: Any = None) -> Any:
+            for parameter in self.param_groups[0]["params"]:
+                parameter.grad.div_(parameter.grad.norm())
+            return super().step(closure)
+
+    return Normalized(parameters, lr=0.05, momentum=0.9)
+
+
+def test_moments_of_an_optimizer_per_worker_are_refused() -> None:
+    """A simulation has no stacked moment of optimizers that look at whole tensors."""
+    text = "mixed_moments(moment=momentum_buffer)"
+    with pytest.raises(UserError, match="computes each number by itself"):
+        Simulation(make_model(), nn.functional.mse_loss, whole_tensors, 4, "ring", algorithm=text)
+
+
+# - Workers that are left out, local steps, scalers
+
+
+def train_and_spoil(
+    model: nn.Module, optimizer: SGD, rank: int, *, steps: int, at: int, spoiled: int = 2
+) -> None:
+    """Train; at one step one rank's gradient is NaN."""
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = loss_of(model, rank, step)
+        (loss * math.nan if (rank, step) == (spoiled, at) else loss).backward()
+        optimizer.step()
+
+
+def test_one_who_is_left_out_ends_tracking_at_once() -> None:
+    """What the others keep would be biased for ever, so both engines raise at the first round."""
+
+    def spoil(group: ProcessGroup) -> str:
+        model = make_model()
+        optimizer = SGD(model.parameters(), lr=0.05)
+        gossip = decentralize(
+            model,
+            optimizer,
+            "ring",
+            process_group=group,
+            algorithm="gradient_tracking",
+            timeout=timedelta(seconds=2),
+        )
+        with pytest.raises((NonFiniteError, ExchangeError)) as raised:
+            train_and_spoil(model, optimizer, group.rank(), steps=9, at=4)
+        assert gossip.num_steps <= 5
+        with suppress(RuntimeError):
+            gossip.close()
+        return str(raised.value)
+
+    said = run_ranks(4, spoil)
+    assert all("numbers of 'tracker' must be finite, got those of rank 2" in each for each in said)
+    sim = Simulation(
+        make_model(), nn.functional.mse_loss, ALL_OPTIMIZERS["sgd"], 4, "ring",
+        algorithm="exact_diffusion", dtype=torch.float64,
+    )  # fmt: skip
+    inputs, targets = _zeros(4)
+    inputs[2] = math.nan
+    with pytest.raises(NonFiniteError, match="those of worker 2, which were not at step 0"):
+        sim.step(inputs, targets)
+
+
+@pytest.mark.parametrize("options", [{"every": 3}, {"every": 3, "control": "gamma"}])
+def test_a_local_step_leaves_nobody_out(options: dict[str, Any]) -> None:
+    """Ranks that compare what they decided count the same as a simulation, which need not."""
+    schedule = Schedule(4, None, lambda step: ring(4))  # its rounds are compared at every step
+
+    def left_out(group: ProcessGroup) -> int:
+        model = make_model()
+        optimizer = SGD(model.parameters(), lr=0.05)
+        with decentralize(
+            model, optimizer, schedule, process_group=group, order="atc", **options
+        ) as gossip:
+            train_and_spoil(model, optimizer, group.rank(), steps=7, at=3)
+            return gossip.stats().left_out.get(2, 0)
+
+    sim = Simulation(
+        make_model(), nn.functional.mse_loss, ALL_OPTIMIZERS["sgd"], 4, schedule, "atc",
+        dtype=torch.float64, **options,
+    )  # fmt: skip
+    for step in range(7):
+        batches = [reference.batch(worker, step) for worker in range(4)]
+        inputs, targets = (torch.stack(part) for part in zip(*batches, strict=True))
+        inputs[2] *= math.nan if step == 3 else 1
+        sim.step(inputs, targets)
+    assert 0 < sim.left_out[2] < 4
+    assert run_ranks(4, left_out)[2] == sim.left_out[2]
+
+
+def test_groups_of_spaced_rounds_all_reduce() -> None:
+    """However many local steps lie between them, an average of all is one all-reduce."""
+
+    def messages(group: ProcessGroup) -> int:
+        model = make_model()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        schedule = parse("aer(workers_per_node=4)", 8)
+        with decentralize(
+            model, optimizer, schedule, process_group=group, order="atc", every=40
+        ) as gossip:
+            for step in range(40):
+                optimizer.zero_grad()
+                loss_of(model, group.rank(), step).backward()
+                optimizer.step()
+            return gossip.messages_sent
+
+    assert run_ranks(8, messages)[0] == 2 * 7
+
+
+def test_tracking_under_a_scaler_needs_one_optimizer_that_is_not_fused() -> None:
+    """Others show it gradients that are still scaled, or that the update will not take."""
+
+    def body(group: ProcessGroup, num_optimizers: int, fused: bool) -> None:
+        model = nn.Linear(4, 2)
+        parameters = [*model.parameters()]
+        parts = [parameters] if num_optimizers == 1 else [[p] for p in parameters]
+        optimizers = [SGD(part, lr=0.1, fused=fused) for part in parts]
+        with decentralize(
+            model, optimizers, "ring", process_group=group, algorithm="gradient_tracking"
+        ) as gossip:
+            scaler = GradScaler(gossip, init_scale=4.0)
+            scaler.scale(model(torch.ones(1, 4)).sum()).backward()
+            words = f"got a GradScaler with {'a fused optimizer' if fused else '2 optimizers'}"
+            with pytest.raises(UserError, match=words):
+                scaler.step(optimizers[0])
+
+    run_ranks(2, lambda group: body(group, 1, True))
+    run_ranks(2, lambda group: body(group, 2, False))
+
+
+def test_norms_of_push_sum_are_those_of_the_model() -> None:
+    """Inside a step parameters carry the weight; what is measured there does not."""
+    topology = "star(weights=uniform)"
+    expected = np.array([[p.norm().item()] * 4 for p in make_model().parameters()])
+
+    def norms(group: ProcessGroup) -> Any:
+        model = make_model()
+        optimizer = SGD(model.parameters(), lr=0.0)
+        with decentralize(
+            model, optimizer, topology, process_group=group, algorithm="push_sum", norms_every=1
+        ) as gossip:
+            train_and_spoil(model, optimizer, group.rank(), steps=3, at=9)
+            assert gossip.state_dict()["algorithm"]["weight"].item() != 1
+            return gossip.last_norms
+
+    np.testing.assert_allclose(run_ranks(4, norms)[0], expected, rtol=1e-10)
+    sim = Simulation(
+        make_model(), nn.functional.mse_loss, lambda params: SGD(params, lr=0.0), 4, topology,
+        algorithm="push_sum", dtype=torch.float64, norms_every=1,
+    )  # fmt: skip
+    for _ in range(3):
+        sim.step(*_zeros(4))
+    assert sim.last_norms is not None
+    np.testing.assert_allclose(sim.last_norms, expected, rtol=1e-10)
+
+
+def test_a_state_of_another_algorithm_starts_anew_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """In both engines: what was kept means something else there."""
+    tracking = simulate("ring", "sgd", algorithm="gradient_tracking")
+    other = simulate("ring", "sgd", algorithm="exact_diffusion")
+    other.load_state_dict(tracking.state_dict())
+    assert caplog.messages == ["the state is not of exact_diffusion, which starts anew"]
+    assert_equal(of_simulation(other), of_simulation(tracking))
+
+    def body(group: ProcessGroup) -> None:
+        model = make_model()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with decentralize(
+            model, optimizer, "ring", process_group=group, algorithm="exact_diffusion"
+        ) as gossip:
+            state = gossip.state_dict()
+            gossip.load_state_dict({**state, "algorithm": {"name": "gradient_tracking"}})
+
+    run_ranks(2, body)
+    assert caplog.messages[1:] == caplog.messages[:1] * 2
+
+
+def test_averages_of_push_sum_are_refused_between_two_optimizers() -> None:
+    """There some parameters carry the weight and others do not."""
+
+    def body(group: ProcessGroup) -> None:
+        model = nn.Linear(4, 2)
+        optimizers = [SGD([p], lr=0.1) for p in model.parameters()]
+        with decentralize(
+            model, optimizers, "ring", process_group=group, algorithm="push_sum"
+        ) as gossip:
+            model(torch.ones(1, 4)).sum().backward()
+            optimizers[0].step()
+            with pytest.raises(UserError, match="must come between two steps of training"):
+                gossip.consensus_distance()
+            optimizers[1].step()
+            gossip.consensus_distance()
+
+    run_ranks(2, body)
 
 
 # - What is refused
+
+
+def _pushed() -> Any:
+    return parse_algorithm("push_sum").adapt(parse("star(weights=uniform)", 8)).round(0)
 
 
 @pytest.mark.parametrize(
@@ -413,6 +621,10 @@ def test_a_moment_travels_on_its_own_period() -> None:
         ({"algorithm": "push_sum", "buffers": "mix"}, "use buffers='average'"),
         ({"every": 0}, "every must be a whole number of steps from 1 to 16,384, got 0"),
         ({"every": 2.5}, "every must be a whole number"),
+        ({"every": 4, "control": "constant(c=1)"}, "got every=4 beside .*use 'local_steps"),
+        ({"topology": "local_sgd(every=8)"}, "use 'complete' with algorithm='atc' and every=8"),
+        ({"algorithm": "mixed_moments"}, "must keep a 'exp_avg' for every parameter, got SGD"),
+        ({"algorithm": "atc", "every": 99, "topology": _pushed()}, "rows sum to one, got another"),
     ],
 )
 def test_what_an_algorithm_does_not_allow_is_refused(options: dict[str, Any], words: str) -> None:
@@ -439,10 +651,6 @@ def test_a_round_whose_rows_do_not_sum_to_one_needs_push_sum() -> None:
 
 def _zeros(workers: int) -> tuple[Tensor, Tensor]:
     return torch.zeros(workers, 1, 5), torch.zeros(workers, 1, 3)
-
-
-def _pushed() -> Any:
-    return parse_algorithm("push_sum").adapt(parse("star(weights=uniform)", 8)).round(0)
 
 
 def test_join_is_refused_where_steps_need_gradients() -> None:

@@ -36,10 +36,10 @@ def train_with_ddp(num_steps: int) -> Tensor:
     return vector_of(model)
 
 
-def train_with_gossip(topology: str, order: str, name: str, num_steps: int) -> Tensor:
+def train_with_gossip(topology: str, algorithm: str, name: str, num_steps: int) -> Tensor:
     model = make_model()
     optimizer = ALL_OPTIMIZERS[name](model.parameters())
-    gossip = gossamer.decentralize(model, optimizer, topology, order=order)
+    gossip = gossamer.decentralize(model, optimizer, topology, algorithm=algorithm)
     for step in range(num_steps):
         optimizer.zero_grad()
         loss_of(model, dist.get_rank(), step).backward()
@@ -65,6 +65,18 @@ def test_processes_equal_the_reference(pool: ProcessPool, topology: str, order: 
     expected = reference.train(parse(topology, 4), order, ALL_OPTIMIZERS["adamw"], 11)
     for result, parameters in zip(results, expected, strict=True):
         torch.testing.assert_close(result, parameters, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("algorithm", "cases"), reference.ALGORITHM_CASES.items())
+def test_algorithms_on_processes_equal_the_reference(
+    pool: ProcessPool, algorithm: str, cases: tuple[list[str], list[str]]
+) -> None:
+    """What is exchanged besides parameters goes through the default group's connections, too."""
+    (*_, topology), (optimizer, *_) = cases
+    results = pool.run(train_with_gossip, topology, algorithm, optimizer, 11)
+    expected = reference.train(parse(topology, 4), algorithm, ALL_OPTIMIZERS[optimizer], 11)
+    for result, parameters in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, parameters, rtol=0, atol=1e-10)
 
 
 def test_parity_under_torchrun() -> None:

@@ -22,6 +22,8 @@ from gossamer.topology.arrays import BoolArray, FloatArray
 _MEASURED_AS = {torch.float16: torch.float32}
 """For numbers whose squares overflow soon."""
 
+_PARAMETERS = "parameters"
+
 _ABSURD_GROWTH = 10.0
 """By this factor no parameters grow in a step of training that goes well."""
 
@@ -80,6 +82,7 @@ class ParameterWatch:
         norms: of their parameters at the beginning.
         limit: after so many rounds in a row in which one was not finite it raises; 0 for never.
         log: where it is said.
+        what: what is looked at, a plural.
     """
 
     def __init__(
@@ -89,11 +92,13 @@ class ParameterWatch:
         norms: FloatArray,
         limit: int,
         log: logging.Logger,
+        what: str = _PARAMETERS,
     ) -> None:
         self._kind = kind
         self._workers = np.asarray(workers)
         self._limit = limit
         self._log = log
+        self._what = what
         self._norms = norms
         self._in_a_row = np.zeros(len(workers), np.int64)
         self._said: set[tuple[str, int]] = set()
@@ -115,9 +120,9 @@ class ParameterWatch:
         if self._limit and (self._in_a_row >= self._limit).any():
             stopped: list[int] = self._workers[self._in_a_row >= self._limit].tolist()
             raise NonFiniteError(
-                f"parameters must be finite, got those of {self._named(stopped)}, which were not "
-                f"in {self._limit} rounds in a row up to step {step}; lower the learning rate, "
-                "clip gradients, or go on from a checkpoint before that",
+                f"{self._what} must be finite, got those of {self._named(stopped)}, which were not "
+                f"{self._when(step)}; lower the learning rate, clip gradients, or go on from a "
+                "checkpoint before that",
                 stopped,
             )
         return finite
@@ -130,20 +135,24 @@ class ParameterWatch:
         """Log that workers are left out, once for each."""
         if new := self._unsaid("left out", workers):
             self._log.warning(
-                "the parameters of %s are not finite at step %d: nobody mixes with them, and others"
+                "the %s of %s are not finite at step %d: nobody mixes with them, and others"
                 " keep that weight on their own",
+                self._what,
                 self._named(new),
                 step,
             )
 
     def _look_at_growth(self, norms: FloatArray, step: int) -> None:
         before, self._norms = self._norms, norms
+        if self._what != _PARAMETERS:  # gradients, and what follows them, grow and shrink
+            return
         absurd = (before > 0) & (norms > _ABSURD_GROWTH * before)  # not where one is NaN
         for worker in self._unsaid("grown", self._workers[absurd].tolist()):
             (place,) = np.flatnonzero(self._workers == worker)
             self._log.warning(
-                "the parameters of %s %d have grown from a norm of %.3g to %.3g in one step, at "
+                "the %s of %s %d have grown from a norm of %.3g to %.3g in one step, at "
                 "step %d: others mix with them; look at its learning rate, gradients and data",
+                self._what,
                 self._kind,
                 worker,
                 before[place],
@@ -156,6 +165,10 @@ class ParameterWatch:
         new = sorted(worker for worker in workers if (what, worker) not in self._said)
         self._said.update((what, worker) for worker in new)
         return new
+
+    def _when(self, step: int) -> str:
+        in_a_row = f"in {self._limit} rounds in a row up to step {step}"
+        return f"at step {step}" if self._limit == 1 else in_a_row
 
     def _named(self, workers: Sequence[int]) -> str:
         return f"{self._kind}{'s' if len(workers) > 1 else ''} {', '.join(map(str, workers))}"

@@ -5,6 +5,7 @@ from gossamer.algorithms.algorithm import (
     Algorithm,
     StepContext,
     mix,
+    name_of_numbers,
     state_of,
 )
 from gossamer.algorithms.catalogue import (
@@ -22,6 +23,7 @@ __all__ = [
     "StepContext",
     "mix",
     "name_of",
+    "name_of_numbers",
     "parse_algorithm",
     "state_of",
 ]

@@ -18,7 +18,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import ClassVar, Protocol
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -119,6 +118,13 @@ class Algorithm(ABC):
     repeats: ClassVar[bool] = False
     """Whether a step may mix several times."""
 
+    needs_all: ClassVar[bool] = False
+    """Whether what workers keep is right only together, so that one who is left out of a round
+    would bias the others from then on: training then ends at the first such round."""
+
+    reads_optimizer: ClassVar[bool] = False
+    """Whether it asks for tensors that the optimizer keeps."""
+
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         if "name" not in vars(cls):
@@ -152,7 +158,8 @@ class Algorithm(ABC):
                 f"{self.name} exchanges at every step, got every={every}; use algorithm='atc' for "
                 "local steps"
             )
-        adapted = self.adapt_schedule(spaced(schedule, every))
+        # Before local steps come in between: of few rounds with many of these, none would be seen.
+        adapted = self.adapt_schedule(schedule)
         for step in range(min(adapted.period or _ROUNDS_CHECKED, _ROUNDS_CHECKED)):
             round = adapted.round(step)
             if not (round.conserves_mean if self.weighted else round.keeps_consensus):
@@ -160,7 +167,7 @@ class Algorithm(ABC):
                     f"{self.name} needs rounds whose rows sum to one, got another at step {step} "
                     f"of {schedule.name}; use algorithm='push_sum', which takes them"
                 )
-        return adapted
+        return spaced(adapted, every)
 
     def adapt_schedule(self, schedule: Schedule) -> Schedule:
         """Return the rounds that it makes of a schedule's; refuse those that it cannot use."""
@@ -177,6 +184,14 @@ class Algorithm(ABC):
                 f"{self.name} weighs parameters by what each worker has, which running statistics "
                 "know nothing of, got buffers='mix'; use buffers='average'"
             )
+
+    def most_nonfinite(self, rounds: int) -> int:
+        """Return after how many rounds that a worker is left out of training ends.
+
+        Args:
+            rounds: what a user chose; 0 for never.
+        """
+        return min(rounds, 1) if self.needs_all else rounds
 
     # - What a step does
 
@@ -197,11 +212,15 @@ class Algorithm(ABC):
 
         Parameters are then where training goes on from, and the weight is 1.
         """
-        with torch.no_grad():
-            for name in (*self.tracked, *self.kept):
-                for tensor in context.memory(name):
-                    tensor.zero_()
-            context.reset_weight()
+        for name in (*self.tracked, *self.kept):
+            for tensor in context.memory(name):
+                tensor.zero_()
+        context.reset_weight()
+
+
+def name_of_numbers(state: str) -> str:
+    """Return what messages call the numbers of a state, a plural."""
+    return PARAMETERS if state == PARAMETERS else f"numbers of {state!r}"
 
 
 def state_of(optimizers: Iterable[Optimizer], parameter: Tensor, name: str) -> Tensor:

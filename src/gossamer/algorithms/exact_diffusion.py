@@ -33,6 +33,7 @@ class _Corrected(Algorithm):
     """What both share: they differ in the round that they make of the schedule's."""
 
     kept = ("correction",)
+    needs_all = True  # corrections sum to zero over all workers, and to a drift over some
 
     def adapt_schedule(self, schedule: Schedule) -> Schedule:
         """Refuse rounds that change from step to step, or are not symmetric."""

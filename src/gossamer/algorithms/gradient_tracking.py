@@ -30,6 +30,7 @@ class GradientTracking(Algorithm):
     name = "gradient_tracking"
     tracked = ("tracker",)
     kept = ("last_gradient",)
+    needs_all = True  # the mean of those who are left has a part of the tracker that is lost
 
     def adapt_schedule(self, schedule: Schedule) -> Schedule:
         """Refuse rounds that move the mean: trackers would no longer follow the mean gradient."""

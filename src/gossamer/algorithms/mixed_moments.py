@@ -13,10 +13,15 @@ trials of docs/adam.md: a mean of second moments is as much too large as each of
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import final
 
-from gossamer.algorithms.algorithm import Algorithm, StepContext, mix
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gossamer.algorithms.algorithm import Algorithm, StepContext, mix, state_of
 from gossamer.errors import UserError
 
 
@@ -35,6 +40,7 @@ class MixedMoments(Algorithm):
 
     name = "mixed_moments"
     tracked = ("moment",)
+    reads_optimizer = True
 
     def __post_init__(self) -> None:
         if self.period < 1:
@@ -47,6 +53,18 @@ class MixedMoments(Algorithm):
     def num_exchanges(self) -> float:
         """One, and one in every period."""
         return 1 + 1 / self.period
+
+    def check_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
+        """Refuse those that keep no such moment, by a step of one like them on one number."""
+        for optimizer in optimizers:
+            number = nn.Parameter(torch.zeros(1))
+            number.grad = torch.ones(1)
+            try:
+                trial = type(optimizer)([number], **optimizer.defaults)
+                trial.step()
+            except Exception:  # it cannot be tried so; the first step will tell
+                continue
+            state_of([trial], number, self.moment)
 
     def after_update(self, context: StepContext, step: int) -> None:
         """Mix parameters, and where it is time the moment."""

@@ -94,7 +94,8 @@ class Policy(Protocol):
     """What is done about the distance between workers.
 
     Its ``repr`` is its name: where ranks compare what they were given, and in saved states. So it
-    says all settings, as a dataclass's does.
+    says all settings, as a dataclass's does. One that mixes when the schedule does, and only then,
+    may have an attribute ``follows_schedule = True``: it is then allowed beside ``every``.
     """
 
     def bind(self, schedule: Schedule, order: str) -> Controller[Any]:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import numpy as np
 
@@ -166,6 +166,8 @@ class Gamma:
         p: how strongly γ follows the learning rate; 0 is plain gossip.
         start: the step before which γ is 1.
     """
+
+    follows_schedule: ClassVar[bool] = True
 
     p: float = 1.0
     start: int = 0

@@ -105,7 +105,11 @@ def name_of(control: str | Policy | Target) -> str:
 
 
 def make_round_source(
-    control: str | Policy | Target, schedule: Schedule, algorithm: Algorithm, gossip_steps: int
+    control: str | Policy | Target,
+    schedule: Schedule,
+    algorithm: Algorithm,
+    gossip_steps: int,
+    every: int = 1,
 ) -> Callable[[Meter], RoundSource]:
     """Check what an engine is to follow; return the function that makes it, of the engine's meter.
 
@@ -114,6 +118,7 @@ def make_round_source(
         schedule: what plain gossip mixes with.
         algorithm: when a step mixes.
         gossip_steps: how often plain gossip mixes per step; more than once under atc only.
+        every: steps from one exchange of the schedule to the next.
     """
     if gossip_steps < 1:
         raise UserError(
@@ -136,6 +141,12 @@ def make_round_source(
         raise UserError(
             f"a control decides how often to mix, got gossip_steps={gossip_steps} beside it; "
             "leave gossip_steps out"
+        )
+    if every > 1 and not getattr(chosen, "follows_schedule", False):
+        raise UserError(
+            f"a control that chooses rounds decides when to exchange, got every={every} beside "
+            f"{name_of(chosen)}; leave every out, or use 'local_steps(constant(c=1))', which waits "
+            "until workers are too far apart"
         )
     _check_name(chosen)
     controller = bind(chosen, schedule, "awc" if algorithm.overlaps else "atc")

@@ -24,7 +24,7 @@ from gossamer.records import Norms, Record, from_line, to_line
 
 _log = logging.getLogger(__name__)
 
-_VERSION = 1
+_VERSION = 2
 _NOTHING = -1
 """What a process sends where it has no checkpoint, or cannot read or write one."""
 

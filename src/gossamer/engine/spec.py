@@ -192,13 +192,13 @@ class RunSpec(BaseModel):
     def _check_together(self) -> None:
         if self.topology != CENTRALIZED:
             algorithm = self.make_algorithm()
-            make_round_source(self.control, self.schedule, algorithm, self.gossip_steps)
+            make_round_source(self.control, self.schedule, algorithm, self.gossip_steps, self.every)
             algorithm.check_optimizers([self.make_optimizer([torch.nn.Parameter(torch.zeros(1))])])
-        elif self.control != "plain" or self.every != 1:
-            given = self.control if self.control != "plain" else f"every={self.every}"
+        elif self.control != "plain" or self.every != 1 or self.algorithm not in ORDERS:
+            given = {"control": self.control, "every": self.every, "algorithm": self.algorithm}
             raise UserError(
-                "centralized training averages gradients at every step, with nothing to control, "
-                f"got {given}; leave it out"
+                "centralized training averages gradients at every step, with nothing to control "
+                f"or to choose, got {given}; leave out what is not the default"
             )
         averages = self.topology == "complete" and self.algorithm == "atc"
         if self.outer_lr is not None and not averages:

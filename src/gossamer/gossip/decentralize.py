@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Adam, Optimizer
 
-from gossamer.algorithms import PARAMETERS, parse_algorithm
+from gossamer.algorithms import PARAMETERS, name_of_numbers, parse_algorithm
 from gossamer.consensus import NormSteps, Policy, Target, make_round_source, name_of
 from gossamer.gossip import preconditions
 from gossamer.gossip.failures import FailureDetector
@@ -110,22 +110,24 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
     with declining_on_error(board):
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
         chosen = parse_algorithm(algorithm, order)
-        schedule = chosen.adapt(as_schedule(topology, group.size()), every)
+        given = as_schedule(topology, group.size())
+        schedule, exchanged = chosen.adapt(given, every), chosen.adapt(given)
         chosen.check_optimizers(optimizers)
         preconditions.check_wrapper(model, group)
         trained = preconditions.trained_parameters(model, optimizers)
-        make_source = make_round_source(control, schedule, chosen, gossip_steps)
+        make_source = make_round_source(control, schedule, chosen, gossip_steps, every)
         rule = rule_of(buffers)
         chosen.check_statistics(mixed=rule.mixed)
         preconditions.check_positive("bucket_mb", bucket_mb, bucket_mb > 0)
         norm_steps = NormSteps(schedule, chosen.overlaps, norms_every)
         check_limit(nonfinite_rounds)
+        limit = chosen.most_nonfinite(nonfinite_rounds)
         # A string means the same on all ranks; a function need not.
         compares_rounds = isinstance(topology, Schedule) and schedule.period is None
         facts = {
             "the version of gossamer": metadata.version("gossamer"),
             "topology": schedule.name,
-            "the digest of its rounds": rounds_digest(schedule),
+            "the digest of its rounds": rounds_digest(exchanged),
             "how rounds are compared": "at every step" if compares_rounds else "at the start",
             "algorithm": repr(chosen),
             "gossip_steps": str(gossip_steps),
@@ -143,30 +145,33 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
     detector = FailureDetector(board)
     detector.watch()
     with detector.leaving_on_error(), torch.no_grad():
-        network = Network(group, detector, trained[0].device, rounds=_rounds_to_connect(schedule))
+        network = Network(group, detector, trained[0].device, rounds=_rounds_to_connect(exchanged))
         for tensor in (*model.parameters(), *model.buffers()):
             network.collectives.broadcast_(tensor)
         replica = Replica(model, trained, rule, bucket_mb, chosen)
         # - Put the step together, and hook it up
         mixers: dict[str, Mixer] = {}
+        num_tags = 0
         for state, buckets in replica.exchanged.items():
             changing = replica.changing if state == PARAMETERS else ()
             sent = [*buckets, *changing]
-            left_out = LeftOut(sent, network.rank, nonfinite_rounds, detector, network.telemetry)
             mixers[state] = Mixer(
                 buckets,
                 network,
-                left_out,
+                LeftOut(
+                    name_of_numbers(state), sent, network.rank, limit, detector, network.telemetry
+                ),
                 changing,
-                first_tag=len(mixers) * len(sent),
+                first_tag=num_tags,
                 compares_rounds=compares_rounds,
             )
+            num_tags += len(sent)
         for each in optimizers:
             tell_num_workers(each, group.size())
             if isinstance(each, Adam) and network.rank == 0 and auto_window(network.size) > 1:
                 decoupled = each.defaults.get("decoupled_weight_decay")
                 _log.info(_ADVICE, type(each).__name__, "W" if decoupled else "")
-        meter = RankMeter(trained, optimizers, network.collectives)
+        meter = RankMeter(trained, optimizers, network.collectives, replica.weight)
         source = make_source(meter)
         guard = Guard(model, optimizers, trained)
         wrappers = WrapperWatch(trained, group)

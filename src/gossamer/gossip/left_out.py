@@ -23,6 +23,7 @@ class LeftOut:
     """Looks at what one rank is about to send, and counts who was left out of its rounds.
 
     Args:
+        what: what is sent, a plural.
         buckets: what it will send, as it is before the first step.
         rank: this one.
         limit: after so many rounds in a row that this rank is left out of, it raises; 0 for never.
@@ -32,6 +33,7 @@ class LeftOut:
 
     def __init__(
         self,
+        what: str,
         buckets: Sequence[Tensor],
         rank: int,
         limit: int,
@@ -41,7 +43,7 @@ class LeftOut:
         self.is_self = False
         """Whether it is this rank, in the round that began last."""
         self._rank = rank
-        self._watch = ParameterWatch("rank", [rank], _norms(buckets), limit, _log)
+        self._watch = ParameterWatch("rank", [rank], _norms(buckets), limit, _log, what)
         self._detector = detector
         self._telemetry = telemetry
         self._round: Round | None = None

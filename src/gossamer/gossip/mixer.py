@@ -101,25 +101,31 @@ class Mixer:
         self._detector.at(step, round.digest)
         self._started_at = time.perf_counter()
         digest = agrees_on or (round.digest if self._compares_rounds else "")
-        if not round.degree and not digest and round.num_workers > 1:  # a local step
+        is_local = not round.degree and round.num_workers > 1
+        if is_local and not digest:
             return
         with record_function("Mixer::start"), torch.no_grad():
             if digest:
                 self._comparison = self._collectives.begin_comparison(digest)
-            for source, target in zip(self._sources, self._targets, strict=True):
-                if source is not target:
-                    source.copy_(target)
-            sent = self._left_out.sound_or_marks(self._sources, round, step)
-            for tag, (source, inbox) in enumerate(zip(sent, self._inboxes, strict=True)):
-                exchange = self._transport.begin(round, source, inbox, self._first_tag + tag)
-                self._in_flight.append(exchange)
+            if not is_local:
+                self._begin_exchanges(round, step)
         self._state = MixerState.IN_FLIGHT
+
+    def _begin_exchanges(self, round: Round, step: int) -> None:
+        for source, target in zip(self._sources, self._targets, strict=True):
+            if source is not target:
+                source.copy_(target)
+        sent = self._left_out.sound_or_marks(self._sources, round, step)
+        for tag, (source, inbox) in enumerate(zip(sent, self._inboxes, strict=True)):
+            exchange = self._transport.begin(round, source, inbox, self._first_tag + tag)
+            self._in_flight.append(exchange)
 
     def drain(self) -> None:
         """Wait until nothing is on the wire; the mixing itself is left to ``finish``."""
         self._detector.raise_failure()
         if self.state is MixerState.IN_FLIGHT:
             with record_function("Mixer::drain"):
+                self._compare()
                 for exchange in self._in_flight:
                     self._wait_for(exchange)
                 self._landed(MixerState.DRAINED)
@@ -131,12 +137,14 @@ class Mixer:
             f"nothing to finish: {self.state}"
         )
         with record_function("Mixer::finish"), torch.no_grad():
+            self._compare()
             for tag, exchange in enumerate(self._in_flight):
                 if self.state is MixerState.IN_FLIGHT:
                     self._wait_for(exchange)
                 self._mix(tag, exchange)
             self._landed(MixerState.IDLE)
-        self._left_out.count(exchange.left_out for exchange in self._in_flight)
+        if self._in_flight:  # else a local step
+            self._left_out.count(exchange.left_out for exchange in self._in_flight)
         self._in_flight = []
 
     def discard(self) -> None:
@@ -170,11 +178,16 @@ class Mixer:
         else:
             target.sub_(source).mul_(own).add_(inbox)
 
-    def _wait_for(self, exchange: Exchange) -> None:
-        began = time.perf_counter()
+    def _compare(self) -> None:
+        """Wait until all ranks have said which round they are in, where they compare that."""
         if self._comparison is not None:
+            began = time.perf_counter()
             self._comparison()
             self._comparison = None
+            self._telemetry.exposed_s += time.perf_counter() - began
+
+    def _wait_for(self, exchange: Exchange) -> None:
+        began = time.perf_counter()
         self._transport.wait_for(exchange)
         self._telemetry.exposed_s += time.perf_counter() - began
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from gossamer.algorithms import PARAMETERS, state_of
 from gossamer.consensus import RoundSource
 from gossamer.errors import UserError
+from gossamer.gossip import step_call
 from gossamer.gossip.mixer import Mixer, MixerState
 from gossamer.gossip.replica import Replica
 from gossamer.topology import Round
@@ -48,11 +49,7 @@ class RankContext:
 
     def gradients(self) -> Sequence[Tensor]:
         """Return the gradients; zeros where the loss did not depend on a parameter."""
-        if any(getattr(each, "grad_scale", None) is not None for each in self._optimizers):
-            raise UserError(
-                "an algorithm that reads gradients needs them unscaled, got those of a fused "
-                "optimizer under a scaler; call scaler.unscale_(optimizer) before the step"
-            )
+        self._refuse_scaled()
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -62,6 +59,19 @@ class RankContext:
                     "sparse=False in nn.Embedding, or algorithm='awc'"
                 )
         return [p.grad for p in self.parameters if p.grad is not None]
+
+    def _refuse_scaled(self) -> None:
+        """Raise where a scaler has yet to unscale gradients, or to skip those that overflowed."""
+        if not step_call.is_scaled():
+            return
+        fused = any(getattr(each, "found_inf", None) is not None for each in self._optimizers)
+        if fused or len(self._optimizers) > 1:
+            raise UserError(
+                "an algorithm that reads gradients needs all of them unscaled and finite before "
+                f"the first update, got a GradScaler with {'a fused optimizer' if fused else ''}"
+                f"{'' if fused else f'{len(self._optimizers)} optimizers'}; use one optimizer "
+                "with fused=False, or train in bfloat16 without a scaler"
+            )
 
     def memory(self, name: str) -> Sequence[Tensor]:
         """Return a state that an algorithm keeps."""

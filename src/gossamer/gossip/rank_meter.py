@@ -31,14 +31,20 @@ class RankMeter:
         trained: the parameters, in an order that is the same on all ranks.
         optimizers: the first one's learning rate is the one that a controller sees.
         collectives: how measurements travel.
+        weight: how much of the sum of all parameters this worker has, where that is not 1.
     """
 
     def __init__(
-        self, trained: Sequence[Tensor], optimizers: Sequence[Optimizer], collectives: Collectives
+        self,
+        trained: Sequence[Tensor],
+        optimizers: Sequence[Optimizer],
+        collectives: Collectives,
+        weight: Tensor,
     ) -> None:
         self._trained = trained
         self._optimizer = optimizers[0]
         self._collectives = collectives
+        self._weight = weight
         self._sketch = Sketch()
         self._outliers = OutlierWatch("rank", _log)
         self.training = True
@@ -78,7 +84,7 @@ class RankMeter:
     def norms(self) -> FloatArray:
         """Return the L2 norms [T, W] of every parameter tensor of every worker."""
         own = torch.from_numpy(tensor_norms([tensor.unsqueeze(0) for tensor in self._trained]))
-        row = own[:, 0].to(self._trained[0].device)
+        row = own[:, 0].to(self._trained[0].device) / self._weight
         collect = self._collectives.begin_gather_rows(row, "the norms of all ranks")
         return collect().T.numpy(force=True)
 

@@ -8,6 +8,7 @@ steps within steps are brought to that here.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Generator, Sequence
 from typing import Any, final
 
@@ -24,6 +25,8 @@ from gossamer.gossip.rank_context import RankContext
 from gossamer.gossip.rank_meter import RankMeter
 from gossamer.gossip.wrapper_watch import WrapperWatch
 from gossamer.topology.arrays import FloatArray
+
+_log = logging.getLogger(__name__)
 
 
 @final
@@ -171,13 +174,16 @@ class Step:
         kept = self._context.state_dict()
         return {"algorithm": {"name": repr(self._algorithm), **kept}} if kept else {}
 
+    @torch.no_grad()
     def load_algorithm(self, state: dict[str, Any]) -> None:
         """Take it from a state; one of another algorithm, or of other members, starts anew."""
         kept: dict[str, Any] = state.get("algorithm", {})
         if kept.get("name") == repr(self._algorithm):
             self._context.load_state_dict(kept)
-        else:
-            self._algorithm.restart(self._context)
+            return
+        self._algorithm.restart(self._context)
+        if kept or self._context.state_dict():
+            _log.warning("the state is not of %r, which starts anew", self._algorithm)
 
     def norms_state(self) -> dict[str, Any]:
         """Return the norms that were measured last, where any are, as a part of a state."""

@@ -41,11 +41,15 @@ def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], An
     return args[1] if len(args) > 1 else kwargs.get("closure")
 
 
+def is_scaled() -> bool:
+    """Whether a GradScaler calls the step."""
+    return any(_scalers())
+
+
 def refuse_other_scaler() -> None:
     """Raise where torch's own GradScaler calls the step: ranks would skip steps each by itself."""
-    for frame in _callers(torch.amp.GradScaler.step.__code__):
-        scaler = frame.f_locals["self"]
-        if scaler.is_enabled() and not getattr(scaler, "skips_on_all_ranks", False):
+    for scaler in _scalers():
+        if not getattr(scaler, "skips_on_all_ranks", False):
             raise UserError(
                 "a GradScaler must skip a step on all ranks or on none, got torch's, which looks "
                 "at this rank's gradients only; use gossamer.GradScaler(gossip)"
@@ -71,6 +75,11 @@ def is_nested(optimizer: Optimizer) -> bool:
     """Whether a hook comes from ``super().step()``: torch calls them for both classes' steps."""
     calls = (frame.f_locals.get("self") for frame in _callers(_HOOKED_STEP))
     return sum(caller is optimizer for caller in calls) > 1
+
+
+def _scalers() -> Generator[torch.amp.GradScaler]:
+    scalers = (frame.f_locals["self"] for frame in _callers(torch.amp.GradScaler.step.__code__))
+    return (scaler for scaler in scalers if scaler.is_enabled())
 
 
 def _callers(code: CodeType) -> Generator[FrameType]:

@@ -73,6 +73,8 @@ class Worker:
                 f"inside join() ranks may be at different places, so they cannot meet in {call}; "
                 "call it after the loop"
             )
+        if self.replica.weighted:  # parameters and weight are apart until all have stepped
+            self.step.refuse_amid_optimizers(call)
 
     def check_open(self) -> None:
         """Raise where gossip has ended."""

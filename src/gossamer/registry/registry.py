@@ -62,6 +62,9 @@ class Registry(Generic[T]):
     remedy: str = "correct it"
     """What the author of a plug-in can do that does not make such a part."""
 
+    instead: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What to write in the place of names that people look for here."""
+
     stands_for: tuple[Any, ...] = ()
     """Annotations of parameters that take such a part, by name."""
 
@@ -127,9 +130,9 @@ class Registry(Generic[T]):
     def unknown(self, name: str, names: Iterable[str]) -> UserError:
         """Return what to raise where a name is none of these."""
         known = list(names)
+        hint = self.instead.get(name, f"choose from {', '.join(known)}")
         return UserError(
-            f"unknown {self.kind} {quoted(name)}{nearest_in_brackets(name, known)}; "
-            f"choose from {', '.join(known)}"
+            f"unknown {self.kind} {quoted(name)}{nearest_in_brackets(name, known)}; {hint}"
         )
 
     def has(self, name: str) -> bool:

@@ -105,7 +105,9 @@ class Simulation:
         self.schedule = self._algorithm.adapt(as_schedule(topology, workers), every)
         self.num_steps = 0
         """Steps taken so far."""
-        make_source = make_round_source(control, self.schedule, self._algorithm, gossip_steps)
+        make_source = make_round_source(
+            control, self.schedule, self._algorithm, gossip_steps, every
+        )
         rule = rule_of(buffers)
         self._algorithm.check_statistics(mixed=rule.mixed)
         check_limit(nonfinite_rounds)
@@ -116,6 +118,12 @@ class Simulation:
         # - One worker
         template = make_template(model, loss, optimizer, workers, dtype, seed, memory_gb, gradients)
         elementwise = is_elementwise(optimizer, template.trained.values())
+        if self._algorithm.reads_optimizer and not elementwise:
+            raise UserError(
+                f"{self._algorithm.name} needs an optimizer that computes each number by itself, "
+                "got one that looks at whole tensors, of which a simulation has one per worker; "
+                "use algorithm='atc', or train on processes"
+            )
 
         # - All workers
         weighted = self._algorithm.weighted
@@ -129,7 +137,11 @@ class Simulation:
         self._meter = StackedMeter(self._parameters, self._update.optimizer)
         self._source = make_source(self._meter)
         self._context = StackedContext(
-            self._replicas, self._update, self._algorithm, self._source, nonfinite_rounds
+            self._replicas,
+            self._update,
+            self._algorithm,
+            self._source,
+            self._algorithm.most_nonfinite(nonfinite_rounds),
         )
         self._norm_steps = NormSteps(self.schedule, self._algorithm.overlaps, norms_every)
         self.last_norms: FloatArray | None = None
@@ -202,7 +214,8 @@ class Simulation:
             self._algorithm.before_update(self._context, self.num_steps)
         self._update.step()
         if self.num_steps in self._norm_steps:
-            self.last_norms = tensor_norms([*self._parameters.values()])
+            norms_TW = tensor_norms([*self._parameters.values()])
+            self.last_norms = norms_TW / self._replicas.weight.numpy(force=True)
             self.norms_step = self.num_steps + 1
         with torch.no_grad():
             self._algorithm.after_update(self._context, self.num_steps)

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gossamer.algorithms import PARAMETERS, Algorithm, state_of
+from gossamer.algorithms import PARAMETERS, Algorithm, name_of_numbers, state_of
 from gossamer.consensus import RoundSource
 from gossamer.nonfinite import ParameterWatch, measured_norms
 from gossamer.simulate.replicas import Replicas
@@ -54,7 +54,7 @@ class StackedContext:
         num = replicas.num_workers
         kept = (*algorithm.tracked, *algorithm.kept)
         self._states = {name: [torch.zeros_like(p) for p in self.parameters] for name in kept}
-        self._overlaps = algorithm.overlaps
+        self._algorithm = algorithm
         # - Exchanges in flight, by state: the round, and statistics as they are sent
         self._in_flight: dict[str, tuple[Round, list[Tensor]]] = {}
         self._step = 0
@@ -62,7 +62,9 @@ class StackedContext:
             name: measured_norms(self._states[name]) for name in algorithm.tracked
         }
         self._watches = {
-            name: ParameterWatch("worker", range(num), of_state, nonfinite_rounds, _log)
+            name: ParameterWatch(
+                "worker", range(num), of_state, nonfinite_rounds, _log, name_of_numbers(name)
+            )
             for name, of_state in norms.items()
         }
         # - What was sent
@@ -104,7 +106,7 @@ class StackedContext:
 
     def rounds(self, step: int) -> Sequence[Round]:
         """Return what a step mixes with."""
-        if self.given is not None and not self._overlaps:
+        if self.given is not None and not self._algorithm.overlaps:
             return (self.given,)
         return self._source.rounds(step)
 
@@ -165,6 +167,7 @@ class StackedContext:
     def state_dict(self) -> dict[str, Any]:
         """Return what an algorithm keeps, and what was sent; references, as in torch."""
         return {
+            "name": repr(self._algorithm),
             "states": self._states,
             "weight": self._replicas.weight,
             "copies_sent": self._copies_sent.tolist(),
@@ -174,13 +177,18 @@ class StackedContext:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state of the same algorithm on as many workers."""
+        """Continue from a state on as many workers; one of another algorithm starts anew."""
         self._in_flight.clear()
         self.forget_norms()
-        for name, own in self._states.items():
-            for tensor, saved in zip(own, state["states"][name], strict=True):
-                tensor.copy_(saved)
-        self._replicas.weight.copy_(state["weight"])
+        if state["name"] == repr(self._algorithm):
+            for name, own in self._states.items():
+                for tensor, saved in zip(own, state["states"][name], strict=True):
+                    tensor.copy_(saved)
+            self._replicas.weight.copy_(state["weight"])
+        else:
+            self._algorithm.restart(self)
+            if state["states"] or self._states:
+                _log.warning("the state is not of %r, which starts anew", self._algorithm)
         self._copies_sent = np.array(state["copies_sent"])
         self._messages_sent = np.array(state["messages_sent"])
         self._weights_sent = np.array(state["weights_sent"])

@@ -72,6 +72,7 @@ TOPOLOGY_REGISTRY: Registry[Round | Schedule] = Registry(
     given=1,
     build_of=attrgetter("build"),
     example_of=example,
+    instead={"local_sgd": "use 'complete' with algorithm='atc' and every=8, which is local SGD"},
 )
 """Functions of the number of workers, and of arguments of their own."""
 
