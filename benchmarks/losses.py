@@ -1,12 +1,13 @@
 """What gossip loses to all-reduce at equal steps: the rows that ``gossamer plan`` shows.
 
-    python -m benchmarks.losses results/adam-stdlib-gpt results/adam-stdlib-gpt-long \
+    python -m benchmarks.losses evidence/adam-stdlib-gpt.csv evidence/adam-stdlib-gpt-long.csv \
         --out src/gossamer/runtime_model/measured_losses.json
 
-Folders are what ``gossamer bench run`` wrote. Of final runs that are done, not of trials, every way
-of gossip is compared with all-reduce in the same setting, seed by seed. The slope of all-reduce's
-loss needs a setting that was also trained four times as long; other settings of that workload take
-the slope of the nearest one, and say so. One JSON line per row; what was left out goes to stderr.
+Files are what ``benchmarks.evidence`` keeps; a folder of ``gossamer bench run`` does as well. Of
+final runs that are done, not of trials, every way of gossip is compared with all-reduce in the same
+setting, seed by seed. The slope of all-reduce's loss needs a setting that was also trained four
+times as long; other settings of that workload take the slope of the nearest one, and say so. One
+JSON line per row; what was left out goes to stderr.
 """
 
 from __future__ import annotations
@@ -16,23 +17,18 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, TypeAlias
+from typing import Annotated, NamedTuple, TypeAlias
 
 import torch
 import typer
 
+from benchmarks.evidence import Result, read
 from gossamer.bench.analysis.statistics import interval
-from gossamer.bench.analysis.tabulate import rows_of
-from gossamer.bench.store import Store
-from gossamer.bench.tuning import is_trial
-from gossamer.engine import CENTRALIZED, RunSpec
+from gossamer.engine import CENTRALIZED
 from gossamer.engine.parts import OPTIMIZER_REGISTRY
 from gossamer.errors import UserError
-from gossamer.records import Started
 from gossamer.runtime_model.losses import LONGER, MeasuredLoss, factor_of_steps, write_losses
 from gossamer.runtime_model.measure import kind_of
 from gossamer.workloads import find
@@ -72,69 +68,39 @@ class Arm(NamedTuple):
     optimizer: str
 
 
-@dataclass(frozen=True)
-class Run:
-    """A final run that is done."""
-
-    spec: RunSpec
-    loss: float
-    commit: str
-    ended: datetime
-
-
-Seeds: TypeAlias = dict[int, Run]
+Seeds: TypeAlias = dict[int, Result]
 Arms: TypeAlias = dict[Arm, Seeds]
 
 
-def final_runs(folders: Sequence[Path], left_out: Counter[str]) -> Iterator[Run]:
+def final_runs(paths: Sequence[Path], left_out: Counter[str]) -> Iterator[Result]:
     """Yield the runs of experiments that count, each once.
 
     Args:
-        folders: of ``gossamer bench run``.
+        paths: folders of ``gossamer bench run``, or files of ``benchmarks.evidence``.
         left_out: gets how many others there are, by reason.
     """
-    seen: set[str] = set()
-    for store in map(Store, folders):
-        if not store.experiment_path.is_file():
-            raise UserError(
-                f"a folder must be one that gossamer bench run wrote, got {store.folder} without "
-                f"{store.experiment_path.name}; give the --out of that command"
-            )
-        for run_id, stamps in store.stamps().items():
-            if run_id in seen:
-                continue
-            seen.add(run_id)
-            story = store.read(run_id)
-            started, rows = next(iter(story.records), None), rows_of(story)
-            if rows is None or not isinstance(started, Started):
-                left_out["without a first record"] += 1
-            elif reason := _why_not(rows.run):
-                left_out[reason] += 1
-            else:
-                yield Run(
-                    RunSpec.model_validate(started.spec),
-                    rows.run["final"],
-                    started.environment.get("commit", ""),
-                    datetime.fromtimestamp(max(when for _, when, _ in stamps) / 1e9, UTC),
-                )
+    runs = {result.spec.id: result for path in paths for result in read(path)}
+    for run in runs.values():
+        if reason := _why_not(run):
+            left_out[reason] += 1
+        else:
+            yield run
 
 
-def _why_not(run: Mapping[str, Any]) -> str:
+def _why_not(run: Result) -> str:
     """Return why a run does not count; nothing where it does."""
-    spec: Mapping[str, Any] = run["spec"]
-    plain = {"control": "plain", "every": 1, "gossip_steps": 1, "outer_lr": None}
+    spec = run.spec
+    plain = (spec.control, spec.every, spec.gossip_steps, spec.outer_lr) == ("plain", 1, 1, None)
     reasons = {
-        "trials": is_trial(spec),
-        "not done": run["final"] is None,
-        "judged by what is no loss": run["higher_is_better"],
-        "by more than a topology and an algorithm": any(
-            spec.get(name, value) != value for name, value in plain.items()
-        ),
+        "trials": run.is_trial,
+        "not done": run.final is None,
+        "judged by what is no loss": spec.workload_facts.higher_is_better,
+        "by more than a topology and an algorithm": not plain,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 
 
-def group(runs: Iterator[Run], left_out: Counter[str]) -> dict[Setting, Arms]:
+def group(runs: Iterator[Result], left_out: Counter[str]) -> dict[Setting, Arms]:
     """Return runs by setting, way of training and seed."""
     settings: dict[Setting, Arms] = {}
     for run in runs:
@@ -174,7 +140,7 @@ def slopes_of(settings: Mapping[Setting, Arms]) -> dict[Setting, float]:
         short, long = _all_reduce(setting, arms), _all_reduce(setting, longer)
         shared = short.keys() & long.keys()
         if shared:
-            gained = statistics.fmean(short[seed].loss - long[seed].loss for seed in shared)
+            gained = statistics.fmean(_loss(short[seed]) - _loss(long[seed]) for seed in shared)
             if gained > 0:
                 slopes[setting] = gained / math.log(LONGER)
     return slopes
@@ -207,12 +173,12 @@ def rows_from(settings: Mapping[Setting, Arms]) -> list[MeasuredLoss]:
 def _row(
     setting: Setting,
     arm: Arm,
-    pairs: Sequence[tuple[Run, Run]],
+    pairs: Sequence[tuple[Result, Result]],
     slopes: Mapping[Setting, float],
 ) -> MeasuredLoss:
-    loss = statistics.fmean(run.loss for run, _ in pairs)
-    all_reduce_loss = statistics.fmean(reference.loss for _, reference in pairs)
-    gap = interval([run.loss / reference.loss - 1 for run, reference in pairs])
+    loss = statistics.fmean(_loss(run) for run, _ in pairs)
+    all_reduce_loss = statistics.fmean(_loss(reference) for _, reference in pairs)
+    gap = interval([_loss(run) / _loss(reference) - 1 for run, reference in pairs])
     bounds = None if gap.low is None or gap.high is None else (_short(gap.low), _short(gap.high))
     near = [other for other in slopes if other.workload == setting.workload]
     source = min(near, key=lambda other: (setting.distance(other), other != setting), default=None)
@@ -235,8 +201,13 @@ def _row(
         more_steps=more_steps,
         slope_from="" if source in (None, setting) else _words(source, longer=True),
         commit=", ".join(sorted({run.commit for run in runs})),
-        date=max(run.ended for run in runs).date().isoformat(),
+        date=max(run.date for run in runs),
     )
+
+
+def _loss(run: Result) -> float:
+    assert run.final is not None, "those that are not done were left out"
+    return run.final
 
 
 def _short(value: float) -> float:
@@ -250,12 +221,14 @@ def _words(setting: Setting, *, longer: bool = False) -> str:
 
 
 def main(
-    folders: Annotated[list[Path], typer.Argument(help="Of gossamer bench run.")],
+    paths: Annotated[
+        list[Path], typer.Argument(help="Of gossamer bench run, or files of benchmarks.evidence.")
+    ],
     out: Annotated[Path, typer.Option(help="The file that is written.")],
 ) -> None:
     """Compare gossip with all-reduce in records, and write what was found."""
     left_out = Counter[str]()
-    rows = rows_from(group(final_runs(folders, left_out), left_out))
+    rows = rows_from(group(final_runs(paths, left_out), left_out))
     if left_out:
         told = ", ".join(f"{count} {reason}" for reason, count in left_out.items())
         typer.echo(f"runs left out: {told}", err=True)

@@ -16,6 +16,7 @@ import typer
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
+from benchmarks import evidence
 from benchmarks import losses as command
 from gossamer.bench.store import Story
 from gossamer.errors import UserError
@@ -233,7 +234,7 @@ def test_records_become_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert other.slope_from == "8 workers, batches of 4, 60 to 240 steps"
     printed = capsys.readouterr()
     assert [json.loads(line)["workers"] for line in printed.out.splitlines()] == [8, 16]
-    for reason in ("1 trials", "1 not done", "1 of no kind"):
+    for reason in ("1 trials", "has not ended", "1 of no kind"):
         assert reason in printed.err
 
 
@@ -259,3 +260,20 @@ def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="one run per setting and seed, got two of D_ring"):
         command.main([tmp_path / "twice"], tmp_path / "losses.json")
     assert not (tmp_path / "losses.json").exists()
+
+
+def test_evidence_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    """Specifications follow from the experiment and the trials: a file has ids and results only."""
+    path = Path(__file__).parents[1] / "evidence" / "adam-stdlib-gpt.csv"
+    results = evidence.read(path)
+    again = tmp_path / path.name
+    evidence.write(results, again)
+    by_id = {result.spec.id: result for result in results}
+    assert {result.spec.id: result for result in evidence.read(again)} == by_id
+    rows = [line for line in evidence.table(results).splitlines() if "all-reduce, AdamW" in line]
+    assert [row.split("|")[1:3] for row in rows] == [
+        [f" {workers} ", f" {size} "] for workers in (4, 8) for size in (4, 8)
+    ]
+    again.write_text(again.read_text().replace(results[0].spec.id, "0123456789abcdef"))
+    with pytest.raises(UserError, match=r"got \d+ of 336 that are not, such as 0123456789abcdef"):
+        evidence.read(again)

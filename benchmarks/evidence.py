@@ -1,0 +1,201 @@
+"""Results of an experiment as a table to print and as a file to keep.
+
+    python -m benchmarks.evidence results/adam-stdlib-gpt --out evidence/adam-stdlib-gpt.csv
+    python -m benchmarks.evidence evidence/adam-stdlib-gpt.csv
+
+Records of an experiment take megabytes; what follows from them needs a row per run. A run's
+specification follows from the experiment and from what its trials came to, so a row has only its
+id and its result, and fields for people to read: ``experiments/NAME.toml`` belongs to
+``evidence/NAME.csv``. Rows whose ids do not follow are an error: the experiment was edited since.
+
+Prints, for every setting, each method at its best rate, and how far it is from all-reduce in the
+same setting, seed by seed: in percent of a loss, in the metric itself where more is better.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import polars as pl
+import typer
+
+from gossamer.bench import experiment as experiments
+from gossamer.bench.analysis.statistics import interval
+from gossamer.bench.analysis.tabulate import rows_of
+from gossamer.bench.matrix import expand
+from gossamer.bench.store import Store
+from gossamer.bench.tuning import is_trial
+from gossamer.engine import CENTRALIZED, RunSpec
+from gossamer.errors import UserError
+from gossamer.files import write_atomic
+from gossamer.records import RESULTS, Started
+
+_EXPERIMENTS = Path(__file__).parents[1] / "experiments"
+
+_OF_METHOD = {
+    *("method", "lr", "seed", "validation_share", "topology", "algorithm", "every", "control"),
+    *("gossip_steps", "optimizer", "optimizer_options", "outer_lr", "outer_momentum"),
+}
+"""Fields in which runs of one setting differ."""
+
+
+class Result(NamedTuple):
+    """What one run came to."""
+
+    spec: RunSpec
+    final: float | None
+    """The metric of the average model at its end; None where it diverged."""
+
+    commit: str
+    date: str
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether it was to find a learning rate."""
+        return is_trial(self.spec.model_dump())
+
+
+def read(path: Path) -> list[Result]:
+    """Return the results in a folder of ``gossamer bench run``, or in a file of this command."""
+    return _from_file(path) if path.suffix == ".csv" else _from_records(Store(path))
+
+
+def _from_records(store: Store) -> list[Result]:
+    if not store.experiment_path.is_file():
+        raise UserError(
+            f"a folder must be one that gossamer bench run wrote, got {store.folder} without "
+            f"{store.experiment_path.name}; give the --out of that command"
+        )
+    results: list[Result] = []
+    for run_id, stamps in store.stamps().items():
+        story = store.read(run_id)
+        started, rows = next(iter(story.records), None), rows_of(story)
+        if rows is None or not isinstance(started, Started) or rows.run["status"] not in RESULTS:
+            typer.echo(f"run {run_id} has not ended and is left out", err=True)
+            continue
+        ended = datetime.fromtimestamp(max(when for _, when, _ in stamps) / 1e9, UTC)
+        results.append(
+            Result(
+                RunSpec.model_validate(started.spec),
+                rows.run["final"],
+                started.environment.get("commit", ""),
+                ended.date().isoformat(),
+            )
+        )
+    return results
+
+
+def _from_file(path: Path) -> list[Result]:
+    experiment = experiments.load(_EXPERIMENTS / f"{path.stem}.toml")
+    rows = {row["run_id"]: row for row in pl.read_csv(path).iter_rows(named=True)}
+    trials = {run_id: row["final"] for run_id, row in rows.items() if row["kind"] == "trial"}
+    specs = {spec.id: spec for spec in expand(experiment, trials).runs}
+    if unknown := rows.keys() - specs.keys():
+        raise UserError(
+            f"{path} must hold runs of {experiment.name}, got {len(unknown)} of {len(rows)} that "
+            f"are not, such as {min(unknown)}; the experiment was edited since: run it again"
+        )
+    return [
+        Result(specs[run_id], row["final"], row["commit"], row["date"])
+        for run_id, row in rows.items()
+    ]
+
+
+def varied(results: Sequence[Result]) -> list[str]:
+    """Return the fields of settings that are not the same in all of them."""
+    specs = [result.spec.model_dump() for result in results]
+    names = [name for name in RunSpec.model_fields if name not in _OF_METHOD]
+    return [name for name in names if len({str(spec[name]) for spec in specs}) > 1]
+
+
+def write(results: Sequence[Result], path: Path) -> None:
+    """Keep results, one per row, in the order of their settings, methods, rates and seeds."""
+    fields = varied(results)
+    rows = [
+        {
+            "run_id": result.spec.id,
+            **{name: getattr(result.spec, name) for name in (*fields, "method", "lr", "seed")},
+            "kind": "trial" if result.is_trial else "final",
+            "final": None if result.final is None else float(f"{result.final:.6g}"),
+            "commit": result.commit,
+            "date": result.date,
+        }
+        for result in results
+    ]
+    ordered = pl.DataFrame(rows).sort(*fields, "method", "kind", "lr", "seed")
+    write_atomic(path, ordered.write_csv)
+
+
+def table(results: Sequence[Result]) -> str:
+    """Return Markdown: a row per setting and method, with its distance from all-reduce."""
+    final = [result for result in results if not result.is_trial and result.final is not None]
+    fields = varied(final)
+    heads = [*fields, "method", "rate", "seeds", "mean", "from all-reduce", "95 % interval"]
+    lines = [_line(heads), f"|{'---|' * len(heads)}"]
+    settings = sorted({_setting(result.spec, fields) for result in final})
+    for setting in settings:
+        own = [result for result in final if _setting(result.spec, fields) == setting]
+        reference = _by_seed(r for r in own if r.spec.topology == CENTRALIZED)
+        for _, method in sorted({(r.spec.topology != CENTRALIZED, r.spec.method) for r in own}):
+            runs = [result for result in own if result.spec.method == method]
+            cells = [*setting, method, _rate(runs), len(runs), *_compared(runs, reference)]
+            lines.append(_line(cells))
+    return "\n".join(lines)
+
+
+def _line(cells: Iterable[Any]) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def _setting(spec: RunSpec, fields: Sequence[str]) -> tuple[Any, ...]:
+    return tuple(getattr(spec, name) for name in fields)
+
+
+def _by_seed(results: Iterable[Result]) -> dict[int, float]:
+    return {r.spec.seed: r.final for r in results if r.final is not None}
+
+
+def _rate(runs: Sequence[Result]) -> str:
+    rates = sorted({run.spec.lr for run in runs})
+    return " to ".join(f"{rate:g}" for rate in dict.fromkeys((rates[0], rates[-1])))
+
+
+def _compared(runs: Sequence[Result], reference: dict[int, float]) -> list[str]:
+    """Return the mean, and the paired difference to all-reduce with its interval."""
+    own = _by_seed(runs)
+    mean = f"{statistics.fmean(own.values()):.4g}"
+    shared = sorted(own.keys() & reference.keys())
+    if not shared or runs[0].spec.topology == CENTRALIZED:
+        return [mean, "–", "–"]
+    more_is_better = runs[0].spec.make_workload().higher_is_better
+    scale = 1.0 if more_is_better else 100.0
+    differences = [
+        own[seed] - reference[seed] if more_is_better else own[seed] / reference[seed] - 1
+        for seed in shared
+    ]
+    found = interval(differences)
+    unit = "" if more_is_better else " %"
+    low, high = (math.nan if end is None else scale * end for end in (found.low, found.high))
+    return [mean, f"{scale * found.mean:+.2g}{unit}", f"{low:+.2g} to {high:+.2g}"]
+
+
+def main(
+    path: Annotated[Path, typer.Argument(help="Of gossamer bench run, or a file of this command.")],
+    out: Annotated[Path | None, typer.Option(help="The file that keeps the results.")] = None,
+) -> None:
+    """Print what an experiment came to, and keep it."""
+    results = read(path)
+    if not results:
+        raise UserError(f"{path} must hold runs that have ended, got none; let it run on")
+    if out is not None:
+        write(results, out)
+    print(table(results))
+
+
+if __name__ == "__main__":
+    typer.run(main)
