@@ -71,6 +71,8 @@ ELSEWHERE = {
     "gossamer lab": "needs root: tests/test_lab_cluster.py",
     "python -m benchmarks": "takes minutes, or root: tests/test_benchmarks.py runs small ones",
     "sbatch": "Slurm is not here: test_the_slurm_script_starts_two_agents runs the script",
+    "python examples/nanogpt": "tests/test_nanogpt.py",
+    "torchrun --nproc-per-node 4 examples/nanogpt": "tests/test_nanogpt.py",
     "torchrun --nnodes 2": "needs two nodes: tests/test_bench_runner.py starts two agents on one",
     "torchrun --nproc-per-node 4 -m gossamer profile": "tests/test_runtime_model_measure.py",
 }

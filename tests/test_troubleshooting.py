@@ -81,6 +81,13 @@ def gossip_twice() -> None:
     run_ranks(1, body)
 
 
+def launched_without_group() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WORLD_SIZE", "2")
+        model = make_model()
+        decentralize(model, sgd(model))
+
+
 def wrap_in_ddp() -> str:
     """On a rank of the pool: gossip with a model in DDP; return what that rank is told."""
     model = DistributedDataParallel(nn.Linear(2, 2))
@@ -292,7 +299,7 @@ EXPERIMENT = 'name = "mine"\nworkload = "digits-mlp"\nworker = 4\nmethods = ["D_
 
 # What provokes each message, by how the message begins.
 PROVOKE: dict[str, Callable[[], object]] = {
-    "decentralize needs": lambda: decentralize(model := make_model(), sgd(model)),
+    "decentralize needs": launched_without_group,
     "all ranks must call": gossips(larger_on_one),
     "the optimizer must hold": gossips(optimizer=lambda model: sgd(make_model())),
     "a parameter can gossip once": gossip_twice,

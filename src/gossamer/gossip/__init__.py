@@ -13,6 +13,7 @@ parameter goes through a step along ``step``, ``rank_context``, ``mixer`` and ``
         snapshot           one rank's state as a file
     Before anything is sent
         preconditions      checks of one rank
+        alone              the only worker, without a launcher
         handshake          the comparison across ranks
     A step
         worker             what the four above share: collective calls, the end

@@ -80,7 +80,8 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
         topology: a string such as ``"lattice(k=4)"``, a Round, or a Schedule. Rounds of a Schedule
             without a period are compared across ranks at every step.
         process_group: the ranks that take part, as a group or a mesh of one dimension; by default
-            all. With DDP inside a node: the ranks with this rank's place in each node.
+            all, and without any initialized one this process alone, where no launcher has started
+            others. With DDP inside a node: the ranks with this rank's place in each node.
         algorithm: what a step does with rounds: ``"awc"``, the default, hides the exchange behind
             the next step's computation; ``"atc"`` mixes after the update and waits for it; others
             are in ``gossamer.algorithms.ALGORITHMS``.
@@ -104,7 +105,7 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
         A handle to average, to measure consensus, to save, and to end it.
     """
     preconditions.check_positive("timeout", timeout, timeout > timedelta(0))
-    group = preconditions.to_group(process_group)
+    group = preconditions.to_group(process_group, model)
     board = NoticeBoard(group, timeout)
     # - Parse and check
     with declining_on_error(board):

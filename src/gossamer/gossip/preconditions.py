@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Collection, Sequence
 
@@ -14,9 +15,12 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import LBFGS, Optimizer
 
 from gossamer.errors import UserError
+from gossamer.gossip.alone import group_of_one, is_alone
 from gossamer.gossip.buckets import is_dense
 from gossamer.gossip.guard import held_by, is_guarded
 from gossamer.gossip.wrapper_watch import ranks_shared_with
+
+_log = logging.getLogger(__name__)
 
 
 def check_positive(name: str, value: object, positive: bool) -> None:
@@ -25,8 +29,8 @@ def check_positive(name: str, value: object, positive: bool) -> None:
         raise UserError(f"{name} must be above 0, got {value}; leave it out for the default")
 
 
-def to_group(process_group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
-    """Return the group of the ranks that take part."""
+def to_group(process_group: ProcessGroup | DeviceMesh | None, model: nn.Module) -> ProcessGroup:
+    """Return the group of the ranks that take part; of this one where it is the only process."""
     if isinstance(process_group, DeviceMesh):
         if process_group.ndim != 1:
             raise UserError(
@@ -37,6 +41,10 @@ def to_group(process_group: ProcessGroup | DeviceMesh | None) -> ProcessGroup:
     if process_group is not None:
         return process_group
     if not dist.is_available() or not dist.is_initialized():
+        # Other devices travel over the backend of torch's own group, which must be there.
+        if is_alone() and all(p.device.type == "cpu" for p in model.parameters()):
+            _log.info("no process group is initialized: one worker, without others to mix with")
+            return group_of_one()
         raise UserError(
             "decentralize needs a process group, and none is initialized; call "
             "torch.distributed.init_process_group() under torchrun, or pass process_group="
