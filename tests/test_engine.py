@@ -175,6 +175,8 @@ def test_a_specification_takes_its_recipe_and_has_an_id() -> None:
         ({"lr_schedule": "cosin"}, "unknown lr_schedule 'cosin' .*; choose from constant"),
         ({"gossip_steps": 2}, "awc mixes once per step"),
         ({"control": "exact", "topology": "centralized"}, "with nothing to control"),
+        ({"algorithm": "push_sum", "topology": "centralized"}, "leave out what is not the default"),
+        ({"topology": "local_sgd(every=8)"}, "use .complete. with algorithm=.atc. and every=8"),
         ({"control": "constant(c=0)"}, "needs a finite c > 0"),
         ({"optimizer_options": {"no_such_option": 1.0}}, "must be those of sgd"),
         ({"optimizer_options": 3}, "optimizer_options\n.*valid dictionary"),

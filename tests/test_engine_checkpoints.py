@@ -176,7 +176,7 @@ def change(folder: Path, name: str, value: object) -> None:
     ("spoil", "reason"),
     [
         (damage, "which is damaged: .* must have the checksum"),
-        (partial(change, name="version", value=99), "whose version is 99 and not 1"),
+        (partial(change, name="version", value=99), "whose version is 99 and not 2"),
         (partial(change, name="torch", value="0.1"), r"whose torch is 0\.1 and not"),
         (partial(change, name="run_id", value="x"), "whose run_id is x and not"),
     ],
