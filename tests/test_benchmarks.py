@@ -22,6 +22,7 @@ pytestmark = pytest.mark.timeout(150)
 
 # The smallest sizes that each takes.
 SMALL = {
+    "against": ("HEAD step --turns 1 --workers 2 --params 2e4 --steps 1 --rounds 1 --method local"),
     "adam": "--workers 2 --batch-size 1 --steps 1 --seeds 0 all_reduce shared4",
     "chunks": "--model mlp --workers 4 --seconds 0",
     "connections": "--workers 2 --topology ring --steps 1 --compute 0",
