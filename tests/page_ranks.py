@@ -26,6 +26,14 @@ SMALLER = {
     "--nproc-per-node 2": "--nproc-per-node 1",
 }
 
+SHARDED = """
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "within"))
+fully_shard(model, mesh=mesh["within"])
+optimizer = torch.optim.AdamW(model.parameters())
+"""
+
 # What a reader's script has before a block, by words of the block.
 PRELUDES = {
     "in batches": "batches = [(torch.randn(16, 2, 64), torch.zeros(16, 2, dtype=torch.long))]",
@@ -46,6 +54,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 num_nodes, gpus = 2, 2
 """,
+    "import torch.distributed.checkpoint as dcp\n\ngossip =": SHARDED,
+    "get_state_dict(": SHARDED,
     "SummaryWriter(": "SummaryWriter = lambda folder: mock.Mock()",
     "train_one_step(": """
 NUM_STEPS, train_one_step = 3, lambda step: optimizer.step()

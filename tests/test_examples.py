@@ -69,6 +69,18 @@ def test_a_gpt_learns_to_write(pool: ProcessPool) -> None:
     assert printed[1:] == ["", "", ""]
 
 
+def test_a_gpt_sharded_within_nodes_learns(pool: ProcessPool) -> None:
+    """FSDP inside two nodes of two and gossip between: bits fall, and a rank holds half."""
+    printed = pool.run(run_example, "fsdp_between_nodes", {"STEPS": 30, "REPORT_EVERY": 15})
+    bits = [float(number) for number in re.findall(r"([\d.]+) bits per byte", printed[0])]
+    assert len(bits) == 2
+    assert bits[1] < bits[0] < 8
+    holdings = [re.search(r"holds ([\d,]+) of ([\d,]+)", text) for text in printed]
+    numbers = [[int(n.replace(",", "")) for n in held.groups()] for held in holdings if held]
+    assert sum(held for held, _ in numbers) == 2 * numbers[0][1]
+    assert all(held < 0.6 * whole for held, whole in numbers)
+
+
 def test_a_topology_of_ones_own() -> None:
     """A schedule for racks sends as little between racks as a ring, and mixes faster."""
     printed = run_example("custom_topology", {"STEPS": 20}).splitlines()[1:]

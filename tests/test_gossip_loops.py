@@ -570,7 +570,7 @@ def test_ddp_inside_a_node_and_gossip_between_nodes(pool: ProcessPool, through_m
 
 def refuse_wrappers() -> list[str]:
     """Return what is said about models that cannot gossip here."""
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
     from torch.distributed.tensor import distribute_tensor
 
     mesh = init_device_mesh("cpu", (4,))
@@ -586,6 +586,7 @@ def refuse_wrappers() -> list[str]:
         (nn.Sequential(DistributedDataParallel(make_model())), None),
         (sharded, None),
         (by_hand, None),
+        (FullyShardedDataParallel(make_model(), device_id=torch.device("cpu")), None),
         (make_model(), square),
     ):
         with pytest.raises(UserError) as caught:
@@ -597,8 +598,9 @@ def refuse_wrappers() -> list[str]:
 def test_wrappers_that_cannot_work_are_refused(pool: ProcessPool) -> None:
     """DDP over the gossip's own ranks, FSDP, DTensors and square meshes, with reasons."""
     for messages in pool.run(refuse_wrappers):
-        same_ranks, fsdp, dtensor, square = messages
+        same_ranks, fsdp, dtensor, flat, square = messages
         assert "must not connect the same ranks" in same_ranks
-        assert "sharded by FSDP, which owns the storage" in fsdp
-        assert "got 0.weight, a DTensor" in dtensor
+        assert "FSDP and gossip must not connect the same ranks" in fsdp
+        assert "got 0.weight, a DTensor that fully_shard() does not own" in dtensor
+        assert "FullyShardedDataParallel, which flattens them" in flat
         assert "a mesh must have one dimension, got 2" in square

@@ -29,7 +29,9 @@ parameter goes through a step along ``step``, ``rank_context``, ``mixer`` and ``
         wrapper_watch      DDP that averages gradients of what gossips
         instances          all living objects of a class
         buckets            parameters as views of flat tensors
+        shards             parameters that FSDP2 spreads over the ranks of a node
     The wire
+        within             the ranks that hold one replica together
         network            what opens and ends together
         transport          the messages and all-reduces of a round
         exchange           one bucket of a round, in flight and arrived

@@ -63,8 +63,9 @@ def _move_into_bucket_(tensors: Sequence[Tensor]) -> Tensor:
     for tensor in tensors:
         starts.append(end)
         end += -(-tensor.numel() // align) * align
-    # Zeros, not empty: the padding is sent and averaged with the rest, and must stay finite.
-    flat = torch.zeros(end, dtype=tensors[0].dtype, device=tensors[0].device)
+    # Zeros, not empty: the padding is sent and averaged with the rest, and must stay finite. Where
+    # all tensors are empty there is padding alone, so that any bucket can hold a mark.
+    flat = torch.zeros(max(end, align), dtype=tensors[0].dtype, device=tensors[0].device)
     for start, tensor in zip(starts, tensors, strict=True):
         view = flat.as_strided(tensor.shape, tensor.stride(), start)
         view.copy_(tensor.data)

@@ -63,6 +63,11 @@ class Checkpoints:
     ) -> None:
         self._gossip = gossip
         self._worker = worker_of(gossip)
+        if self._worker.replica.is_sharded:
+            raise UserError(
+                "Checkpoints writes replicas that are whole on a rank, got shards of FSDP2; save "
+                "them by torch.distributed.checkpoint, as docs/fsdp.md shows"
+            )
         self._folder = CheckpointFolder(Path(folder), gossip.rank)
         self._objects = objects
         self._keep = keep

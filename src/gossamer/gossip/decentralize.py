@@ -23,6 +23,7 @@ from gossamer.gossip.handshake import (
     MOST_ROUNDS_COMPARED,
     declining_on_error,
     facts_about,
+    facts_about_shards,
     rounds_digest,
     shake_hands,
 )
@@ -34,7 +35,9 @@ from gossamer.gossip.notices import NoticeBoard
 from gossamer.gossip.rank_context import RankContext
 from gossamer.gossip.rank_meter import RankMeter
 from gossamer.gossip.replica import Replica
+from gossamer.gossip.shards import local, shard_group
 from gossamer.gossip.step import Step
+from gossamer.gossip.within import Within
 from gossamer.gossip.worker import Worker
 from gossamer.gossip.wrapper_watch import WrapperWatch
 from gossamer.nonfinite import check_limit
@@ -74,14 +77,15 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
     ``optimizer.step()`` mixes parameters with neighbours.
 
     Args:
-        model: its trainable parameters move into flat buckets; names, shapes and ties stay.
+        model: its trainable parameters move into flat buckets; names, shapes and ties stay. Shards
+            of ``fully_shard`` stay where they are, and are copied.
         optimizer: any torch optimizer over those parameters, or several, which each take one step
             per step of training.
         topology: a string such as ``"lattice(k=4)"``, a Round, or a Schedule. Rounds of a Schedule
             without a period are compared across ranks at every step.
         process_group: the ranks that take part, as a group or a mesh of one dimension; by default
             all, and without any initialized one this process alone, where no launcher has started
-            others. With DDP inside a node: the ranks with this rank's place in each node.
+            others. With DDP or FSDP2 inside a node: the ranks with this rank's place in each node.
         algorithm: what a step does with rounds: ``"awc"``, the default, hides the exchange behind
             the next step's computation; ``"atc"`` mixes after the update and waits for it; others
             are in ``gossamer.algorithms.ALGORITHMS``.
@@ -107,8 +111,10 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
     preconditions.check_positive("timeout", timeout, timeout > timedelta(0))
     group = preconditions.to_group(process_group, model)
     board = NoticeBoard(group, timeout)
-    # - Parse and check
     with declining_on_error(board):
+        within = Within(shard_group(model, group), timeout)
+    # - Parse and check
+    with declining_on_error(board, *within.boards):
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
         chosen = parse_algorithm(algorithm, order)
         given = as_schedule(topology, group.size())
@@ -138,18 +144,24 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
             "norms_every": str(norms_every),
             "nonfinite_rounds": str(nonfinite_rounds),
             "the number of optimizers": str(len(optimizers)),
+            "the number of ranks within a node": str(within.size),
             **facts_about(model),
         }
-    # - Compare with all ranks
-    shake_hands(board, facts)
+    # - Compare with all ranks; first within the node, for who differs there must tell all nodes
+    with declining_on_error(board):
+        for inner in within.boards:
+            shake_hands(inner, facts)
+    shake_hands(board, facts | facts_about_shards(model))
     # - Connect, and become rank 0's
     detector = FailureDetector(board)
     detector.watch()
     with detector.leaving_on_error(), torch.no_grad():
         network = Network(group, detector, trained[0].device, rounds=_rounds_to_connect(exchanged))
-        for tensor in (*model.parameters(), *model.buffers()):
-            network.collectives.broadcast_(tensor)
-        replica = Replica(model, trained, rule, bucket_mb, chosen)
+        within.open(trained[0].device)
+        for tensor in map(local, (*model.parameters(), *model.buffers())):
+            if tensor.numel():
+                network.collectives.broadcast_(tensor)
+        replica = Replica(model, trained, rule, bucket_mb, chosen, within)
         # - Put the step together, and hook it up
         mixers: dict[str, Mixer] = {}
         num_tags = 0
@@ -160,7 +172,13 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
                 buckets,
                 network,
                 LeftOut(
-                    name_of_numbers(state), sent, network.rank, limit, detector, network.telemetry
+                    name_of_numbers(state),
+                    sent,
+                    network.rank,
+                    limit,
+                    detector,
+                    network.telemetry,
+                    within,
                 ),
                 changing,
                 first_tag=num_tags,
@@ -172,14 +190,14 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
             if isinstance(each, Adam) and network.rank == 0 and auto_window(network.size) > 1:
                 decoupled = each.defaults.get("decoupled_weight_decay")
                 _log.info(_ADVICE, type(each).__name__, "W" if decoupled else "")
-        meter = RankMeter(trained, optimizers, network.collectives, replica.weight)
+        meter = RankMeter(trained, optimizers, network.collectives, replica.weight, within)
         source = make_source(meter)
         guard = Guard(model, optimizers, trained)
         wrappers = WrapperWatch(trained, group)
         context = RankContext(trained, optimizers, replica, mixers, source)
         step = Step(optimizers, chosen, context, guard, wrappers, meter, norm_steps)
         model_state = ModelState(model, network.rank, network.size)
-        worker = Worker(replica, step, context.mixer, network, model_state)
+        worker = Worker(replica, step, context.mixer, network, model_state, within)
         return Gossip(schedule, source, meter, worker)
 
 

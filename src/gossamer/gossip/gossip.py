@@ -49,7 +49,7 @@ class Gossip:
         if error is None:
             self.close()
         else:
-            self._worker.network.detector.leave(f"raised {describe(error)}")
+            self._worker.leave(f"raised {describe(error)}")
 
     # - Measuring
 
@@ -100,11 +100,12 @@ class Gossip:
         """Return Ξ, with Ξ² = (1/n) Σ_i ‖x̄ − x_i‖², over all parameters. A collective call."""
         average = self._worker.network.collectives.average
         with self._worker.collective("consensus_distance()"):
+            self._worker.replica.collect()
             squared = torch.zeros(1, dtype=torch.float64, device=self._worker.replica.device)
             for bucket in self._worker.replica.buckets:
                 difference = average(bucket).sub_(bucket)
                 squared += torch.linalg.vector_norm(difference, dtype=torch.float64) ** 2
-            return float(average(squared).sqrt())
+            return float(self._worker.within.total(average(squared), "the distance").sqrt())
 
     def sketches(self) -> FloatArray:
         """Return a sketch of every worker's parameters, [n, m]: their distances, nearly.

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from gossamer.errors import UserError
 from gossamer.gossip.instances import instances_of
+from gossamer.gossip.shards import is_sharded, locals_of, reshard, sharded_modules
 
 _GUARDED: set[int] = set()
 """The ids of parameters that a gossip mixes, and keeps alive until close(). Not an attribute of
@@ -34,6 +35,7 @@ class Guard:
 
     Sees a replaced parameter, replaced storage, and every change that autograd sees. A change
     through ``.data`` has no trace. Until it is released, no other gossip gets these parameters.
+    Shards are sent as copies, so their storage may be any.
 
     Args:
         model: what owns the parameters.
@@ -55,7 +57,9 @@ class Guard:
             for prefix, module in model.named_modules()
             for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
         ]
-        self._addresses = [p.data_ptr() for p in trained]
+        self._sharded = sharded_modules(model)
+        self._in_place = [p for p in trained if not is_sharded(p)]
+        self._addresses = [p.data_ptr() for p in self._in_place]
         self._versions: list[int] = []
         self.renew()
         _GUARDED.update(map(id, trained))
@@ -66,7 +70,10 @@ class Guard:
 
     def renew(self) -> None:
         """Take the parameters as they are now for what is being sent."""
-        self._versions = [p._version for p in self._trained]
+        self._versions = self._current_versions()
+
+    def _current_versions(self) -> list[int]:
+        return [p._version for p in locals_of(self._trained)]
 
     def check_trained(self) -> None:
         """Raise where parameters are trained that are not mixed: workers would drift apart."""
@@ -78,9 +85,10 @@ class Guard:
                 f"got {unfrozen} unfrozen and {added} added since; close() this gossip and call "
                 "decentralize() again"
             )
+        reshard(self._sharded)  # or modules may hold whole parameters
         replaced = [path for owner, name, p, path in self._slots if owner.get(name) is not p]
         if not replaced:
-            addresses = [p.data_ptr() for p in self._trained]
+            addresses = [p.data_ptr() for p in self._in_place]
             if addresses == self._addresses:
                 return
             pairs = zip(addresses, self._addresses, self._names, strict=True)
@@ -93,7 +101,7 @@ class Guard:
 
     def check_unchanged(self) -> None:
         """Raise where parameters changed while they were being sent."""
-        versions = [p._version for p in self._trained]
+        versions = self._current_versions()
         if versions == self._versions:
             return
         changed = next(i for i, then in enumerate(self._versions) if versions[i] != then)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from gossamer.errors import UserError
 from gossamer.gossip.failures import ExchangeError
 from gossamer.gossip.notices import NoticeBoard, describe, name_ranks
+from gossamer.gossip.shards import is_sharded, local
 from gossamer.topology import Schedule
 from gossamer.topology.round import digest_of
 
@@ -53,6 +54,16 @@ def facts_about(model: nn.Module) -> dict[str, str]:
     return facts
 
 
+def facts_about_shards(model: nn.Module) -> dict[str, str]:
+    """Return what must also be the same on ranks of one place in every node."""
+    parameters: dict[str, Any] = dict(model.named_parameters())
+    return {
+        f"the shard of {name}": f"{[*local(parameter).shape]} of dim {parameter.placements[0].dim}"
+        for name, parameter in parameters.items()
+        if is_sharded(parameter)
+    }
+
+
 def _describe(tensor: Tensor) -> str:
     """Say all that decides how a tensor travels.
 
@@ -79,18 +90,22 @@ def shake_hands(board: NoticeBoard, facts: dict[str, str]) -> None:
 
 
 @contextlib.contextmanager
-def declining_on_error(board: NoticeBoard) -> Generator[None]:
+def declining_on_error(*boards: NoticeBoard) -> Generator[None]:
     """Tell the others where this rank cannot start, so that they do not wait for it."""
     try:
         yield
     except Exception as error:
-        reason = f"rank {board.rank} could not start: {describe(error, str)}"
-        if board.rank == 0:
-            board.store.set("facts", json.dumps({}))
-            _conclude(board, [reason])
-        else:
-            _differ(board, {"": (reason, "")})
+        for board in boards:
+            _decline(board, f"rank {board.rank} could not start: {describe(error, str)}")
         raise
+
+
+def _decline(board: NoticeBoard, reason: str) -> None:
+    if board.rank == 0:
+        board.store.set("facts", json.dumps({}))
+        _conclude(board, [reason])
+    else:
+        _differ(board, {"": (reason, "")})
 
 
 def _differ(board: NoticeBoard, differences: dict[str, tuple[str, str]]) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from gossamer.gossip.failures import FailureDetector
 from gossamer.gossip.marks import mark_like
 from gossamer.gossip.telemetry import Telemetry
+from gossamer.gossip.within import Within
 from gossamer.nonfinite import NonFiniteError, ParameterWatch, measured_norms
 from gossamer.topology import Round
 from gossamer.topology.arrays import FloatArray
@@ -29,6 +30,8 @@ class LeftOut:
         limit: after so many rounds in a row that this rank is left out of, it raises; 0 for never.
         detector: tells the others.
         telemetry: where it is counted.
+        within: the ranks that send the rest of the worker's parameters. Where something is not
+            finite on one, all are left out: the rest of a replica is worth nothing without it.
     """
 
     def __init__(
@@ -39,11 +42,13 @@ class LeftOut:
         limit: int,
         detector: FailureDetector,
         telemetry: Telemetry,
+        within: Within | None = None,
     ) -> None:
+        self._within = within or Within()
         self.is_self = False
         """Whether it is this rank, in the round that began last."""
         self._rank = rank
-        self._watch = ParameterWatch("rank", [rank], _norms(buckets), limit, _log, what)
+        self._watch = ParameterWatch("rank", [rank], self._norms(buckets), limit, _log, what)
         self._detector = detector
         self._telemetry = telemetry
         self._round: Round | None = None
@@ -58,8 +63,9 @@ class LeftOut:
         Raises:
             NonFiniteError: it was so in too many rounds in a row.
         """
+        self._within.at(step)
         try:
-            finite = self._watch.look(_norms(buckets), step)
+            finite = self._watch.look(self._norms(buckets), step)
         except NonFiniteError as error:
             self._detector.give_up(error)
             raise
@@ -85,6 +91,6 @@ class LeftOut:
             self._watch.say_left_out(ranks, self._step)
             self._telemetry.count_left_out(ranks, mean_moves=not self._round.symmetric)
 
-
-def _norms(buckets: Sequence[Tensor]) -> FloatArray:
-    return measured_norms([bucket.unsqueeze(0) for bucket in buckets])
+    def _norms(self, buckets: Sequence[Tensor]) -> FloatArray:
+        norms = measured_norms([bucket.unsqueeze(0) for bucket in buckets])
+        return self._within.norms(norms, "the look at parameters")

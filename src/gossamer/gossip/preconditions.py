@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Collection, Sequence
 
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from gossamer.errors import UserError
 from gossamer.gossip.alone import group_of_one, is_alone
 from gossamer.gossip.buckets import is_dense
 from gossamer.gossip.guard import held_by, is_guarded
+from gossamer.gossip.shards import is_a, local
 from gossamer.gossip.wrapper_watch import ranks_shared_with
 
 _log = logging.getLogger(__name__)
@@ -60,13 +60,13 @@ def check_wrapper(model: nn.Module, process_group: ProcessGroup) -> None:
     DDP within a node and gossip between nodes is fine: then the two groups share this rank alone.
     """
     if any(
-        _is_a(module, "torch.distributed.fsdp", name)
+        is_a(module, "torch.distributed.fsdp", "FullyShardedDataParallel")
         for module in model.modules()
-        for name in ("FSDPModule", "FullyShardedDataParallel")
     ):
         raise UserError(
-            "decentralize moves parameters into storage of its own, got a model sharded by FSDP, "
-            "which owns the storage of its shards; use DDP within a node, or no wrapper"
+            "parameters must be tensors or DTensors that keep their shapes, got a model wrapped in "
+            "FullyShardedDataParallel, which flattens them; use fully_shard(model, "
+            "mesh=mesh['within']), which is FSDP2"
         )
     for module in model.modules():
         if not isinstance(module, DistributedDataParallel):
@@ -128,12 +128,6 @@ def _check_optimizer(optimizer: Optimizer) -> None:
         )
 
 
-def _is_a(thing: object, module: str, name: str) -> bool:
-    """Whether it is of a class whose module takes long to import, and need not be imported here."""
-    loaded = sys.modules.get(module)
-    return loaded is not None and isinstance(thing, getattr(loaded, name))
-
-
 def _check_parameter(name: str, parameter: Tensor, addresses: set[int]) -> None:
     if is_guarded(parameter):
         raise UserError(
@@ -144,19 +138,15 @@ def _check_parameter(name: str, parameter: Tensor, addresses: set[int]) -> None:
             f"parameters must have a shape, got {name}, which is not initialized; "
             "run the model once before decentralize()"
         )
-    if _is_a(parameter, "torch.distributed.tensor", "DTensor"):
-        raise UserError(
-            f"parameters must be whole on every rank, got {name}, a DTensor, whose storage belongs "
-            "to the mesh that shards it; use plain tensors"
-        )
-    if not is_dense(parameter):
+    held = local(parameter)
+    if not is_dense(held):
         raise UserError(
             f"parameters must occupy their memory without gaps or overlap, got {name} with shape "
             f"{tuple(parameter.shape)} and strides {parameter.stride()}; assign a contiguous copy"
         )
-    if parameter.numel() and parameter.data_ptr() in addresses:
+    if held.numel() and held.data_ptr() in addresses:
         raise UserError(
             f"tied parameters must be one object, got {name}, which shares the memory of another; "
             "assign the parameter itself, as in a.weight = b.weight"
         )
-    addresses.add(parameter.data_ptr())
+    addresses.add(held.data_ptr())

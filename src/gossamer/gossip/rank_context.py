@@ -15,6 +15,7 @@ from gossamer.errors import UserError
 from gossamer.gossip import step_call
 from gossamer.gossip.mixer import Mixer, MixerState
 from gossamer.gossip.replica import Replica
+from gossamer.gossip.shards import local, locals_of, sharded_as
 from gossamer.topology import Round
 
 
@@ -38,7 +39,7 @@ class RankContext:
         mixers: Mapping[str, Mixer],
         source: RoundSource,
     ) -> None:
-        self.parameters = trained
+        self._trained = trained
         self._optimizers = optimizers
         self._replica = replica
         self._mixers = mixers
@@ -47,10 +48,15 @@ class RankContext:
         self.source = source
         self._to_agree_on = ""
 
+    @property
+    def parameters(self) -> Sequence[Tensor]:
+        """What this rank holds of its worker's parameters."""
+        return locals_of(self._trained)
+
     def gradients(self) -> Sequence[Tensor]:
         """Return the gradients; zeros where the loss did not depend on a parameter."""
         self._refuse_scaled()
-        for parameter in self.parameters:
+        for parameter in self._trained:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             elif parameter.grad.is_sparse:
@@ -58,7 +64,7 @@ class RankContext:
                     "an algorithm that reads gradients needs dense ones, got a sparse one; use "
                     "sparse=False in nn.Embedding, or algorithm='awc'"
                 )
-        return [p.grad for p in self.parameters if p.grad is not None]
+        return [local(p.grad) for p in self._trained if p.grad is not None]
 
     def _refuse_scaled(self) -> None:
         """Raise where a scaler has yet to unscale gradients, or to skip those that overflowed."""
@@ -80,7 +86,7 @@ class RankContext:
     def weights(self) -> Sequence[Tensor]:
         """Return the worker's weight, for each parameter."""
         weight = self._replica.weight[0]
-        return [weight.to(parameter.dtype) for parameter in self.parameters]
+        return [weight.to(parameter.dtype) for parameter in self._trained]
 
     def reset_weight(self) -> None:
         """Let the worker's weight be 1 again."""
@@ -90,11 +96,11 @@ class RankContext:
         """Return the rate that each parameter is updated with."""
         groups = [group for each in self._optimizers for group in each.param_groups]
         rates = {id(p): float(group["lr"]) for group in groups for p in group["params"]}
-        return [rates[id(parameter)] for parameter in self.parameters]
+        return [rates[id(parameter)] for parameter in self._trained]
 
     def optimizer_state(self, name: str) -> Sequence[Tensor]:
         """Return tensors that the optimizers keep for each parameter."""
-        return [state_of(self._optimizers, parameter, name) for parameter in self.parameters]
+        return [local(state_of(self._optimizers, p, name)) for p in self._trained]
 
     def rounds(self, step: int) -> Sequence[Round]:
         """Return what a step mixes with."""
@@ -107,6 +113,7 @@ class RankContext:
     def start(self, round: Round, step: int, state: str = PARAMETERS) -> None:
         """Begin to exchange a state."""
         agrees_on, self._to_agree_on = self._to_agree_on, ""
+        self._replica.collect(state)
         self._mixers[state].start(round, step, agrees_on=agrees_on)
 
     def finish(self, state: str = PARAMETERS) -> None:
@@ -114,6 +121,7 @@ class RankContext:
         mixer = self._mixers[state]
         if mixer.state is not MixerState.IDLE:
             mixer.finish()
+            self._replica.spread(state)
 
     def _note_decision(self, rounds: tuple[Round, ...]) -> tuple[Round, ...]:
         """Let the first exchange of a decision compare it: all ranks must have made it."""
@@ -130,7 +138,10 @@ class RankContext:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what an algorithm keeps; references, as in torch."""
-        state: dict[str, Any] = dict(self._replica.states)
+        state: dict[str, Any] = {
+            name: [sharded_as(t, p) for t, p in zip(tensors, self._trained, strict=True)]
+            for name, tensors in self._replica.states.items()
+        }
         return state | ({"weight": self._replica.weight} if self._replica.weighted else {})
 
     @torch.no_grad()
@@ -138,6 +149,6 @@ class RankContext:
         """Continue from a state of the same algorithm."""
         for name, own in self._replica.states.items():
             for tensor, saved in zip(own, state[name], strict=True):
-                tensor.copy_(saved)
+                tensor.copy_(local(saved))
         if self._replica.weighted:
             self._replica.weight.copy_(state["weight"])

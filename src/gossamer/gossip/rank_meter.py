@@ -15,6 +15,8 @@ from torch.profiler import record_function
 
 from gossamer.consensus import Gathered, OutlierWatch, Sketch, tensor_norms
 from gossamer.gossip.collectives import Collectives
+from gossamer.gossip.shards import local, locals_of
+from gossamer.gossip.within import Within
 from gossamer.topology.arrays import FloatArray
 
 _log = logging.getLogger(__name__)
@@ -32,6 +34,7 @@ class RankMeter:
         optimizers: the first one's learning rate is the one that a controller sees.
         collectives: how measurements travel.
         weight: how much of the sum of all parameters this worker has, where that is not 1.
+        within: the ranks that hold shards of the same parameters.
     """
 
     def __init__(
@@ -40,24 +43,30 @@ class RankMeter:
         optimizers: Sequence[Optimizer],
         collectives: Collectives,
         weight: Tensor,
+        within: Within | None = None,
     ) -> None:
         self._trained = trained
         self._optimizer = optimizers[0]
         self._collectives = collectives
         self._weight = weight
-        self._sketch = Sketch()
+        self._within = within or Within()
+        # Other signs at every place: with the same ones, sketches of shards would not add up to one
+        # of the whole, for differences of opposite sign would cancel.
+        self._sketch = Sketch(seed=self._within.place)
         self._outliers = OutlierWatch("rank", _log)
         self.training = True
         """Whether this rank takes steps of its own, and not only mixes inside join()."""
 
     def begin_parameters(self) -> Gathered:
         """Begin to collect sketches of all workers' parameters."""
-        collect = self._begin(self._trained)
+        collect = self._begin(locals_of(self._trained))
         return lambda: self._outliers.look(collect())
 
     def begin_gradients(self) -> Gathered:
         """Begin to collect sketches of all workers' gradients."""
-        grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._trained]
+        grads = [
+            local(p.grad if p.grad is not None else torch.zeros_like(p)) for p in self._trained
+        ]
         if not self.training:
             return self._begin(grads, math.nan)  # of a step that was not taken
         # A fused optimizer gets gradients as a GradScaler has scaled them.
@@ -83,13 +92,16 @@ class RankMeter:
 
     def norms(self) -> FloatArray:
         """Return the L2 norms [T, W] of every parameter tensor of every worker."""
-        own = torch.from_numpy(tensor_norms([tensor.unsqueeze(0) for tensor in self._trained]))
-        row = own[:, 0].to(self._trained[0].device) / self._weight
+        own = tensor_norms([tensor.unsqueeze(0) for tensor in locals_of(self._trained)])
+        whole = torch.from_numpy(self._within.norms(own, "norms"))[:, 0]
+        row = whole.to(self._trained[0].device) / self._weight
         collect = self._collectives.begin_gather_rows(row, "the norms of all ranks")
         return collect().T.numpy(force=True)
 
     def _begin(self, tensors: Sequence[Tensor], scale: float = 1.0) -> Gathered:
         with record_function("Gossip::sketch"):
-            row = self._sketch.sketch(tensors).mul_(scale)
-            collect = self._collectives.begin_gather_rows(row, "the sketches of all ranks")
-        return lambda: collect().numpy(force=True)
+            some = [tensor for tensor in tensors if tensor.numel()]
+            row = self._sketch.sketch(some or [torch.zeros(1, device=tensors[0].device)])
+            what = "the sketches of all ranks"
+            collect = self._collectives.begin_gather_rows(row.mul_(scale), what)
+        return lambda: self._within.total(collect(), "sketches").numpy(force=True)

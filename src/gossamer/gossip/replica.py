@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from gossamer.algorithms import PARAMETERS, Algorithm
 from gossamer.gossip.buckets import flatten_, unflatten_
+from gossamer.gossip.shards import is_sharded, locals_of, reshard, sharded_modules
+from gossamer.gossip.within import Within
 from gossamer.normalization import StatisticsRule, running_statistics
 
 
@@ -18,12 +20,16 @@ from gossamer.normalization import StatisticsRule, running_statistics
 class Replica:
     """Holds the parameters of one worker in buckets, until it is released.
 
+    Parameters become views of buckets. Shards stay where FSDP2 has them, and buckets are copies of
+    them: ``collect`` copies in before an exchange, ``spread`` copies out what it was mixed to.
+
     Args:
         model: whose running statistics are mixed or averaged.
-        trained: its parameters that are mixed; they become views of buckets.
+        trained: its parameters that are mixed.
         rule: what happens to running statistics.
         bucket_mb: size of a bucket in megabytes.
         algorithm: what it keeps besides parameters.
+        within: the ranks that hold other shards of the parameters.
     """
 
     def __init__(
@@ -33,17 +39,25 @@ class Replica:
         rule: StatisticsRule,
         bucket_mb: float,
         algorithm: Algorithm,
+        within: Within | None = None,
     ) -> None:
         statistics = [*running_statistics(model).values()]
         self.device = trained[0].device
-        self.buckets = flatten_(trained, bucket_mb)
+        self._within = within or Within()
+        self._trained = trained
+        self._sharded = sharded_modules(model) if any(map(is_sharded, trained)) else []
+        self._copies = [shard.clone() for shard in locals_of(trained) if self._sharded]
+        self.buckets = flatten_(self._copies or trained, bucket_mb)
         self.changing = flatten_(statistics, bucket_mb) if rule.mixed else []
         """Buckets of statistics, which a forward pass changes while they are sent."""
-        self._flattened = [*trained, *(statistics if rule.mixed else ())]
+        self._flattened = [
+            *(trained if not self._sharded else ()),
+            *(statistics if rule.mixed else ()),
+        ]
         self._averaged: Sequence[Tensor] = statistics if rule.averaged else []
         # - What the algorithm keeps
         kept = (*algorithm.tracked, *algorithm.kept)
-        self.states = {name: [torch.zeros_like(p) for p in trained] for name in kept}
+        self.states = {name: [torch.zeros_like(p) for p in locals_of(trained)] for name in kept}
         self.weighted = algorithm.weighted
         self.weight = torch.ones(1, dtype=torch.float64, device=self.device)
         """How much of the sum of all workers' parameters this worker has, where it is weighted."""
@@ -59,9 +73,29 @@ class Replica:
         return not self.buckets
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether this rank holds shards of the parameters, and other ranks the rest."""
+        return bool(self._sharded)
+
+    @property
     def averaged(self) -> list[Tensor]:
         """What is averaged over workers: parameters, and where it is the rule, statistics."""
-        return [*self.buckets, *self._averaged]
+        parameters = locals_of(self._trained) if self._sharded else self.buckets
+        return [*parameters, *self._averaged]
+
+    @torch.no_grad()
+    def collect(self, state: str = PARAMETERS) -> None:
+        """Let buckets hold what this rank has of a state, before it is exchanged or averaged."""
+        if self._sharded and state == PARAMETERS:
+            for copy, shard in zip(self._copies, locals_of(self._trained), strict=True):
+                copy.copy_(shard)
+
+    @torch.no_grad()
+    def spread(self, state: str = PARAMETERS) -> None:
+        """Let the parameters be what their buckets have been mixed to."""
+        if self._sharded and state == PARAMETERS:
+            for copy, shard in zip(self._copies, locals_of(self._trained), strict=True):
+                shard.copy_(copy)
 
     @torch.no_grad()
     def averages(self, average: Callable[[Tensor], Tensor]) -> Generator[tuple[Tensor, Tensor]]:
@@ -70,33 +104,51 @@ class Replica:
         Args:
             average: a collective that returns the mean of a tensor.
         """
+        reshard(self._sharded)
+        self.collect()
         weight, mean = self.weight, average(self.weight) if self.weighted else self.weight
         for bucket in self.buckets:
             if not self.weighted:
-                yield bucket, average(bucket)
+                yield from self._targets_of(bucket, average(bucket))
             else:
-                yield bucket, average(bucket * weight.to(bucket.dtype)).div_(mean.to(bucket.dtype))
+                weighted = average(bucket * weight.to(bucket.dtype))
+                yield from self._targets_of(bucket, weighted.div_(mean.to(bucket.dtype)))
         if self._averaged:
             # Many and small: one message for all of them.
             means = average(torch.cat([buffer.flatten() for buffer in self._averaged]))
+            means = self._within.mean(means, "running statistics")
             sizes = [buffer.numel() for buffer in self._averaged]
             for buffer, mean in zip(self._averaged, means.split(sizes), strict=True):
                 yield buffer, mean.view_as(buffer)
 
+    def _targets_of(self, bucket: Tensor, mean: Tensor) -> Generator[tuple[Tensor, Tensor]]:
+        """Yield what is to become a mean: the bucket, or the shards that it is a copy of."""
+        if not self._sharded:
+            yield bucket, mean
+            return
+        for shard, copy in zip(locals_of(self._trained), self._copies, strict=True):
+            if copy.untyped_storage().data_ptr() == bucket.data_ptr():
+                yield shard, mean.as_strided(copy.shape, copy.stride(), copy.storage_offset())
+
     @contextlib.contextmanager
     def restored(self) -> Generator[None]:
         """Put back, bit for bit, what the code of a block changes."""
+        reshard(self._sharded)
         saved = [tensor.detach().clone() for tensor in self.averaged]
         try:
             yield
         finally:
+            reshard(self._sharded)
             with torch.no_grad():
                 for tensor, before in zip(self.averaged, saved, strict=True):
                     tensor.copy_(before)
+            # An average in the block has left something else in the copies, which may yet be mixed.
+            self.collect()
 
     def release(self) -> None:
         """Give tensors storage of their own again."""
         flattened, self._flattened = self._flattened, []
         self.buckets, self.changing, self._averaged = [], [], []
+        self._trained, self._copies, self._sharded = [], [], []
         self.states, self.exchanged = {}, {}
         unflatten_(flattened)

@@ -24,6 +24,7 @@ from gossamer.gossip.network import Network
 from gossamer.gossip.notices import describe, name_ranks
 from gossamer.gossip.replica import Replica
 from gossamer.gossip.step import Step
+from gossamer.gossip.within import Within
 from gossamer.nonfinite import NonFiniteError, measured_norms
 
 _log = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class Worker:
         mixer: what may be in flight.
         network: what connects it to the others.
         model_state: what is said of the model's state.
+        within: what connects it to the ranks that hold its replica with it.
     """
 
     def __init__(
@@ -53,12 +55,14 @@ class Worker:
         mixer: Mixer,
         network: Network,
         model_state: ModelState,
+        within: Within,
     ) -> None:
         self.replica = replica
         self.step = step
         self.mixer = mixer
         self.network = network
         self.model_state = model_state
+        self.within = within
         self._pid = os.getpid()
         # Also what keeps this object until close(): its tensors are on the wire.
         atexit.register(self._leave)
@@ -128,7 +132,7 @@ class Worker:
             refuses: whether that is an error, on all ranks.
         """
         norms = measured_norms([tensor.unsqueeze(0) for tensor in self.replica.averaged])
-        own = int(np.isnan(norms).any())
+        own = int(np.isnan(self.within.norms(norms, "the look at parameters")).any())
         flags = self.network.collectives.begin_gather(own, f"the look at parameters in {call}")()
         ranks = [rank for rank, flag in enumerate(flags) if flag]
         if ranks and refuses:
@@ -155,10 +159,11 @@ class Worker:
         try:
             self.model_state.remove_hook()
             self.step.close()
-            self.network.detector.leave(
+            self.leave(
                 "ended its gossip (where ranks have fewer batches than others, use join())",
                 ended=True,
             )
+            self.within.close()
             if not self.network.detector.broken:
                 atexit.unregister(self._leave)
                 self.network.close()
@@ -166,14 +171,17 @@ class Worker:
         finally:
             self.replica.release()
 
+    def leave(self, reason: str, *, ended: bool = False) -> None:
+        """Tell the others why this rank ends; see ``FailureDetector.leave``."""
+        self.network.detector.leave(reason, ended=ended)
+        self.within.leave(reason, ended=ended)
+
     def _leave(self) -> None:
         """At the end of a process: give peers what they wait for, and say why there is no more."""
         if os.getpid() != self._pid:  # a fork's end is not this rank's
             return
         raised = getattr(sys, "last_value", None)
-        self.network.detector.leave(
-            "ended without close()" if raised is None else f"raised {describe(raised)}"
-        )
+        self.leave("ended without close()" if raised is None else f"raised {describe(raised)}")
         patience_s = _EXIT_WAIT_S if raised is None else _EXIT_WAIT_AFTER_ERROR_S
         if self.mixer.state is MixerState.IN_FLIGHT:
             _log.warning("gossip was not closed; waiting for the exchange in flight")
@@ -184,6 +192,7 @@ class Worker:
             self.network.collectives.wait_idle(patience_s)
         # Each rank after another time: while one ends, the others still wait for its end.
         share = (1 + self.network.rank) / self.network.size
+        self.within.abandon(0.0)
         self.network.abandon(share * _EXIT_WAIT_AFTER_ERROR_S)
 
 
