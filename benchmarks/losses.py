@@ -96,6 +96,7 @@ def _why_not(run: Result) -> str:
         "not done": run.final is None,
         "judged by what is no loss": spec.workload_facts.higher_is_better,
         "by more than a topology and an algorithm": not plain,
+        "with a window that is not the default": "window" in spec.optimizer_options,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 

@@ -36,7 +36,7 @@ ALGORITHM_CASES: dict[str, tuple[list[str], list[str]]] = {
         ],
         ["sgd", "sgd_nesterov", "adamw", "accum_adamw", "rmsprop"],
     ),
-    "exact_diffusion": (["ring", "torus", "hypercube", "complete", "star"], ["sgd_nesterov"]),
+    "exact_diffusion": (["ring", "torus", "hypercube", "star"], ["sgd_nesterov"]),
     "d2": (["lattice(k=4)", "complete", "star(weights=metropolis)"], ["sgd"]),
     "mixed_moments": (["ring", "one_peer_exponential", "complete"], ["adamw", "accum_adamw"]),
     "quasi_global": (["ring", "one_peer_exponential", "random_matching", "complete"], ["sgd"]),

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import SGD
 
 from gossamer import Checkpoints, GradScaler, Simulation, decentralize
-from gossamer.algorithms import ALGORITHMS, parse_algorithm
+from gossamer.algorithms import ALGORITHMS, Algorithm, StepContext, mix, parse_algorithm
 from gossamer.errors import UserError
 from gossamer.gossip import ExchangeError
 from gossamer.nonfinite import NonFiniteError
@@ -59,14 +59,14 @@ def train_rank(
 
 
 def simulate(topology: Any, optimizer_name: str, workers: int = 8, **options: Any) -> Simulation:
+    settings: dict[str, Any] = {"dtype": torch.float64, **options}
     sim = Simulation(
         make_model(),
         nn.functional.mse_loss,
         ALL_OPTIMIZERS[optimizer_name],
         workers,
         topology,
-        dtype=torch.float64,
-        **options,
+        **settings,
     )
     for step in range(NUM_STEPS):
         batches = [reference.batch(worker, step) for worker in range(workers)]
@@ -450,14 +450,15 @@ def test_one_who_is_left_out_ends_tracking_at_once() -> None:
 
     said = run_ranks(4, spoil)
     assert all("numbers of 'tracker' must be finite, got those of rank 2" in each for each in said)
-    sim = Simulation(
-        make_model(), nn.functional.mse_loss, ALL_OPTIMIZERS["sgd"], 4, "ring",
-        algorithm="exact_diffusion", dtype=torch.float64,
-    )  # fmt: skip
     inputs, targets = _zeros(4)
     inputs[2] = math.nan
-    with pytest.raises(NonFiniteError, match="those of worker 2, which were not at step 0"):
-        sim.step(inputs, targets)
+    for algorithm in ("exact_diffusion", "push_sum"):
+        sim = Simulation(
+            make_model(), nn.functional.mse_loss, ALL_OPTIMIZERS["sgd"], 4, "ring",
+            algorithm=algorithm, dtype=torch.float64,
+        )  # fmt: skip
+        with pytest.raises(NonFiniteError, match="those of worker 2, which were not at step 0"):
+            sim.step(inputs, targets)
 
 
 @pytest.mark.parametrize("options", [{"every": 3}, {"every": 3, "control": "gamma"}])
@@ -576,6 +577,147 @@ def test_a_state_of_another_algorithm_starts_anew_and_says_so(
     assert caplog.messages[1:] == caplog.messages[:1] * 2
 
 
+@pytest.mark.parametrize("algorithm", ["push_sum", "atc"])
+def test_a_scaler_and_two_optimizers_go_with_any_weight(algorithm: str) -> None:
+    """What ranks tell each other between two optimizers looks at no parameters."""
+
+    def body(group: ProcessGroup) -> int:
+        model = nn.Linear(4, 2)
+        optimizers = [SGD([p], lr=0.1) for p in model.parameters()]
+        with decentralize(
+            model, optimizers, "ring", process_group=group, algorithm=algorithm
+        ) as gossip:
+            scaler = GradScaler(gossip, init_scale=4.0)
+            for step in range(3):
+                loss = model(torch.ones(1, 4)).sum() * (math.inf if step == 1 else 1)
+                scaler.scale(loss).backward()
+                for optimizer in optimizers:
+                    scaler.step(optimizer)
+                scaler.update()
+                model.zero_grad()
+            return gossip.num_steps
+
+    assert run_ranks(2, body) == [2, 2]
+
+
+def test_moments_of_push_sum_are_averaged_without_weights(tmp_path: Path) -> None:
+    """On other members: parameters by Σwz/Σw, momenta and statistics by their mean."""
+    topology = "star(weights=uniform)"
+
+    def make() -> tuple[nn.Module, SGD]:
+        model = nn.Sequential(make_model(), nn.BatchNorm1d(3, dtype=torch.float64))
+        return model, SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+    def tensors(model: nn.Module, optimizer: SGD) -> list[Tensor]:
+        momenta = [optimizer.state[p]["momentum_buffer"] for p in model.parameters()]
+        return [t.detach().clone() for t in (*momenta, model.get_buffer("1.running_mean"))]
+
+    def save(group: ProcessGroup) -> list[Tensor]:
+        model, optimizer = make()
+        with decentralize(
+            model, optimizer, topology, process_group=group, algorithm="push_sum"
+        ) as gossip:
+            train_and_spoil(model, optimizer, group.rank(), steps=5, at=9)
+            Checkpoints(tmp_path, gossip, model=model, optimizer=optimizer).save()
+        return tensors(model, optimizer)
+
+    def restore(group: ProcessGroup) -> list[Tensor]:
+        model, optimizer = make()
+        with decentralize(
+            model, optimizer, topology, process_group=group, algorithm="push_sum"
+        ) as gossip:
+            assert Checkpoints(tmp_path, gossip, model=model, optimizer=optimizer).restore()
+        return tensors(model, optimizer)
+
+    means = [torch.stack(of_all).mean(0) for of_all in zip(*run_ranks(4, save), strict=True)]
+    assert_equal(run_ranks(3, restore)[0], means)
+
+
+class Unfinished(Algorithm):
+    """Leaves what is not the parameters in flight."""
+
+    tracked = ("tracker",)
+
+    def after_update(self, context: StepContext, step: int) -> None:
+        """Mix, and start what is not finished."""
+        (round,) = context.rounds(step)
+        mix(context, round, step)
+        context.start(round, step, "tracker")
+
+
+def test_only_parameters_stay_in_flight() -> None:
+    """Saving and draining know of no other exchange, so both engines refuse it."""
+    text = "tests.test_algorithms:Unfinished"
+    with pytest.raises(UserError, match="got 'tracker' of Unfinished; finish it in after_update"):
+        simulate("ring", "sgd", 2, algorithm=text)
+
+    def body(group: ProcessGroup) -> None:
+        model = make_model()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        decentralize(model, optimizer, "ring", process_group=group, algorithm=text)
+        loss_of(model, group.rank(), 0).backward()
+        with pytest.raises(UserError, match="only parameters may be in flight"):
+            optimizer.step()
+
+    run_ranks(2, body)
+
+
+def test_a_parameter_of_no_optimizer_has_no_rate() -> None:
+    """Quasi-global momentum leaves it to mixing, on ranks as in a simulation."""
+
+    def body(group: ProcessGroup) -> Tensor:
+        model = make_model()
+        optimizer = SGD([*model.parameters()][:2], lr=0.1)
+        for parameter in [*model.parameters()][2:]:
+            parameter.requires_grad_(False)
+        with decentralize(model, optimizer, "ring", process_group=group, algorithm="quasi_global"):
+            train_and_spoil(model, optimizer, group.rank(), steps=3, at=9)
+        return vector_of(model)
+
+    assert all(vector.isfinite().all() for vector in run_ranks(2, body))
+
+
+def test_moments_of_a_parameter_without_gradient_are_zero() -> None:
+    """An unused layer has no state in any worker's optimizer, and stays as it is."""
+
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = make_model(), nn.Linear(2, 2, dtype=torch.float64)
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            return self.used(inputs)
+
+    def body(group: ProcessGroup) -> bool:
+        model = Half()
+        optimizer = ALL_OPTIMIZERS["adamw"](model.parameters())
+        with decentralize(
+            model, optimizer, "complete", process_group=group, algorithm="mixed_moments"
+        ):
+            before = model.unused.weight.detach().clone()
+            loss_of(model, group.rank(), 0).backward()
+            optimizer.step()
+        return torch.allclose(model.unused.weight, before)
+
+    assert all(run_ranks(3, body))
+
+
+def test_mixed_statistics_are_counted_as_sent() -> None:
+    """A simulation counts running statistics where ranks send them."""
+    model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64, affine=False), nn.Linear(64, 1))
+    sims = [
+        Simulation(
+            model, nn.functional.mse_loss, lambda params: SGD(params, lr=0.1), 4, "ring", "atc",
+            buffers=buffers,
+        )
+        for buffers in ("average", "mix")
+    ]  # fmt: skip
+    for sim in sims:
+        sim.step(torch.randn(4, 3, 64), torch.zeros(4, 3, 1))
+    # To two neighbours: a mean and a variance.
+    assert sims[1].bytes_sent[0] - sims[0].bytes_sent[0] == 2 * 2 * 64 * 4
+
+
 def test_averages_of_push_sum_are_refused_between_two_optimizers() -> None:
     """There some parameters carry the weight and others do not."""
 
@@ -619,11 +761,13 @@ def _pushed() -> Any:
         ({"algorithm": "gradient_tracking", "gossip_steps": 2}, "mixes once per step"),
         ({"algorithm": "gradient_tracking", "control": "auto"}, "got the control"),
         ({"algorithm": "push_sum", "buffers": "mix"}, "use buffers='average'"),
+        ({"algorithm": "exact_diffusion", "topology": "complete"}, "use algorithm='d2'"),
+        ({"algorithm": "d2", "topology": "complete", "dtype": torch.bfloat16}, "rounding of"),
         ({"every": 0}, "every must be a whole number of steps from 1 to 16,384, got 0"),
         ({"every": 2.5}, "every must be a whole number"),
         ({"every": 4, "control": "constant(c=1)"}, "got every=4 beside .*use 'local_steps"),
         ({"topology": "local_sgd(every=8)"}, "use 'complete' with algorithm='atc' and every=8"),
-        ({"algorithm": "mixed_moments"}, "must keep a 'exp_avg' for every parameter, got SGD"),
+        ({"algorithm": "mixed_moments"}, "keeps 'exp_avg' for every parameter, got SGD, which"),
         ({"algorithm": "atc", "every": 99, "topology": _pushed()}, "rows sum to one, got another"),
     ],
 )
@@ -637,6 +781,15 @@ def test_optimizers_that_do_not_fit_are_refused() -> None:
     """A correction is that of SGD; push-sum and tracking take any optimizer."""
     with pytest.raises(UserError, match=r"corrects steps of torch.optim.SGD, got AdamW"):
         simulate("ring", "adamw", algorithm="exact_diffusion")
+    adamw = ALL_OPTIMIZERS["adamw"](make_model().parameters())
+    with pytest.raises(UserError, match="got AdamW, which keeps step, exp_avg, exp_avg_sq"):
+        parse_algorithm("mixed_moments(moment=momentum_buffer)").check_optimizers([adamw])
+    groups = SGD([{"params": make_model().parameters(), "momentum": 0.9}], lr=0.1)
+    parse_algorithm("mixed_moments(moment=momentum_buffer)").check_optimizers([groups])
+    assert not groups.state
+    upwards = SGD(make_model().parameters(), lr=0.1, maximize=True)
+    with pytest.raises(UserError, match="got SGD and maximize"):
+        parse_algorithm("quasi_global").check_optimizers([upwards])
 
 
 def test_a_round_whose_rows_do_not_sum_to_one_needs_push_sum() -> None:

@@ -139,6 +139,26 @@ def test_cycles_are_counted_to_their_end() -> None:
     assert predict(rare, job.trials()).mean_s == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("topology", ["random_matching", "ada(k0=6, gamma=0.1)"])
+def test_exchanges_between_local_steps_are_counted(clock: Clock, topology: str) -> None:
+    """Rounds that never repeat cost a quarter at every fourth step, wherever one looks."""
+    spec = spec_of(f"D_{topology}", every=4, epochs=640)
+    marks = [Mark(step, 0.0, 2) for step in (100, 3300, 6400)]
+    found = clock.seconds(spec.model_dump(), PARAMETER_BYTES, marks)
+    often = clock.seconds(spec_of(f"D_{topology}", epochs=640).model_dump(), PARAMETER_BYTES, marks)
+    assert found
+    assert often
+    for rare, usual, mark in zip(found, often, marks, strict=True):
+        expected = mark.step * COMPUTE_S + (usual - mark.step * COMPUTE_S) / 4
+        assert rare == pytest.approx(expected, rel=0.02)
+
+
+def test_reading_times_runs_no_algorithm_of_a_plug_in(clock: Clock) -> None:
+    """What an algorithm exchanges is not asked of code that lies somewhere."""
+    spec = spec_of("D_ring").model_dump() | {"algorithm": "nowhere.py:Mine"}
+    assert clock.seconds(spec, PARAMETER_BYTES, [Mark(1, 0.0, 2)]) is None
+
+
 def test_rows_reach_everyone_in_the_logarithm_of_messages() -> None:
     """Nine workers: four latencies, eight rows; where three share a link, three times as long."""
     one = from_seconds(1.0, Link(bits_s=8000, latency_s=0.5), 4).network

@@ -6,7 +6,9 @@ from gossamer.algorithms.algorithm import (
     StepContext,
     mix,
     name_of_numbers,
-    state_of,
+    rates_of,
+    states_of,
+    unfinished,
 )
 from gossamer.algorithms.catalogue import (
     ALGORITHM_REGISTRY,
@@ -25,5 +27,7 @@ __all__ = [
     "name_of",
     "name_of_numbers",
     "parse_algorithm",
-    "state_of",
+    "rates_of",
+    "states_of",
+    "unfinished",
 ]

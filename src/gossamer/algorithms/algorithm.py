@@ -18,6 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import ClassVar, Protocol
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -25,6 +26,8 @@ from gossamer.errors import UserError
 from gossamer.topology import Round, Schedule, spaced
 
 PARAMETERS = "parameters"
+
+_LEAST_BITS = 32
 
 _ROUNDS_CHECKED = 64
 """Of a schedule, before the first step; where there are more, the others as they come."""
@@ -76,6 +79,8 @@ class StepContext(Protocol):
     def start(self, round: Round, step: int, state: str = PARAMETERS) -> None:
         """Begin to exchange a state, which must not change until it is finished.
 
+        Parameters may be in flight until the next step, all others until the end of this one.
+
         Args:
             round: who mixes with whom.
             step: the step that will finish it.
@@ -106,6 +111,9 @@ class Algorithm(ABC):
 
     kept: ClassVar[Sequence[str]] = ()
     """States like the parameters that stay with the worker."""
+
+    scratch: ClassVar[Sequence[str]] = ()
+    """Those of both that mean nothing between two steps, so that nobody saves them."""
 
     weighted: ClassVar[bool] = False
     """Whether a number per worker, 1 at the beginning, is mixed with the parameters as they are.
@@ -163,9 +171,11 @@ class Algorithm(ABC):
         for step in range(min(adapted.period or _ROUNDS_CHECKED, _ROUNDS_CHECKED)):
             round = adapted.round(step)
             if not (round.conserves_mean if self.weighted else round.keeps_consensus):
+                sums = "columns" if self.weighted else "rows"
+                remedy = "topology.pushed" if self.weighted else "algorithm='push_sum'"
                 raise UserError(
-                    f"{self.name} needs rounds whose rows sum to one, got another at step {step} "
-                    f"of {schedule.name}; use algorithm='push_sum', which takes them"
+                    f"{self.name} needs rounds whose {sums} sum to one, got another at step {step} "
+                    f"of {schedule.name}; use {remedy}, which takes them"
                 )
         return spaced(adapted, every)
 
@@ -176,6 +186,16 @@ class Algorithm(ABC):
     def check_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
         """Refuse optimizers that it does not work with."""
         return
+
+    def check_precision(self, parameters: Iterable[Tensor]) -> None:
+        """Refuse parameters whose rounding, in every exchange, would add up in what is kept."""
+        low = {p.dtype for p in parameters if torch.finfo(p.dtype).bits < _LEAST_BITS}
+        if low and self.needs_all:
+            raise UserError(
+                f"{self.name} keeps sums over all workers, in which the rounding of "
+                f"{', '.join(sorted(map(str, low)))} adds up; keep parameters in torch.float32 and "
+                "compute in torch.autocast, or use algorithm='atc'"
+            )
 
     def check_statistics(self, *, mixed: bool) -> None:
         """Refuse running statistics that are mixed with weights that are not theirs."""
@@ -218,22 +238,53 @@ class Algorithm(ABC):
         context.reset_weight()
 
 
+def unfinished(algorithm: Algorithm, state: str) -> UserError:
+    """Return what to raise where a step leaves a state in flight that is not the parameters."""
+    return UserError(
+        f"only parameters may be in flight from one step to the next, got {state!r} of "
+        f"{algorithm.name}; finish it in after_update"
+    )
+
+
 def name_of_numbers(state: str) -> str:
     """Return what messages call the numbers of a state, a plural."""
     return PARAMETERS if state == PARAMETERS else f"numbers of {state!r}"
 
 
-def state_of(optimizers: Iterable[Optimizer], parameter: Tensor, name: str) -> Tensor:
-    """Return a tensor like a parameter that one of its optimizers keeps under a name."""
+def state_of(optimizers: Iterable[Optimizer], parameter: Tensor, name: str) -> Tensor | None:
+    """Return a tensor like a parameter that one of its optimizers keeps; none before it does."""
     for optimizer in optimizers:
         state = optimizer.state.get(parameter, {}).get(name)
         if isinstance(state, Tensor) and state.shape == parameter.shape:
             return state
-    kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
-    raise UserError(
-        f"the optimizer must keep a {name!r} for every parameter, got {kinds}, which has none for "
-        "some; name one that it has, such as exp_avg of AdamW or momentum_buffer of SGD"
-    )
+    return None
+
+
+def states_of(
+    optimizers: Sequence[Optimizer], parameters: Sequence[Tensor], name: str
+) -> list[Tensor]:
+    """Return a tensor that optimizers keep for each parameter, to be changed in place.
+
+    Zeros where a parameter had no gradient yet on this worker: others may have one.
+    """
+    found = [state_of(optimizers, parameter, name) for parameter in parameters]
+    if all(state is None for state in found):
+        kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+        raise UserError(
+            f"the optimizer must keep {name!r} for parameters, got {kinds}, which keeps it for "
+            "none; name one that it keeps, such as exp_avg of AdamW or momentum_buffer of SGD"
+        )
+    return [
+        torch.zeros_like(parameter) if state is None else state
+        for parameter, state in zip(parameters, found, strict=True)
+    ]
+
+
+def rates_of(optimizers: Iterable[Optimizer], parameters: Iterable[Tensor]) -> list[float]:
+    """Return the learning rate of each parameter; 0 for those that no optimizer has."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    rates = {id(p): float(group["lr"]) for group in groups for p in group["params"]}
+    return [rates.get(id(parameter), 0.0) for parameter in parameters]
 
 
 def mix(context: StepContext, round: Round, step: int, state: str = PARAMETERS) -> None:

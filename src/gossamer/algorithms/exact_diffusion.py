@@ -78,6 +78,11 @@ class ExactDiffusion(_Corrected):
     name = "exact_diffusion"
 
     def _round(self, round: Round) -> Round:
+        if round.reduces.any():
+            raise UserError(
+                "exact_diffusion mixes with (I + W)/2, which is no all-reduce where W is one, got "
+                "a round that averages in groups; use algorithm='d2', which mixes with W itself"
+            )
         return damped(round, 0.5)
 
 

@@ -13,6 +13,8 @@ trials of docs/adam.md: a mean of second moments is as much too large as each of
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import final
@@ -40,6 +42,7 @@ class MixedMoments(Algorithm):
 
     name = "mixed_moments"
     tracked = ("moment",)
+    scratch = tracked
     reads_optimizer = True
 
     def __post_init__(self) -> None:
@@ -55,16 +58,29 @@ class MixedMoments(Algorithm):
         return 1 + 1 / self.period
 
     def check_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
-        """Refuse those that keep no such moment, by a step of one like them on one number."""
+        """Refuse those that keep no such moment: a copy of each takes a step on one number."""
         for optimizer in optimizers:
-            number = nn.Parameter(torch.zeros(1))
-            number.grad = torch.ones(1)
+            trial = copy.copy(optimizer)  # with hooks of its own
+            trial.state = defaultdict(dict)
+            numbers = [nn.Parameter(torch.zeros(1)) for _ in optimizer.param_groups]
+            for number in numbers:
+                number.grad = torch.ones(1)
+            trial.param_groups = [
+                {**group, "params": [number]}
+                for group, number in zip(optimizer.param_groups, numbers, strict=True)
+            ]
             try:
-                trial = type(optimizer)([number], **optimizer.defaults)
                 trial.step()
             except Exception:  # it cannot be tried so; the first step will tell
                 continue
-            state_of([trial], number, self.moment)
+            for number in numbers:
+                if state_of([trial], number, self.moment) is None:
+                    raise UserError(
+                        f"mixed_moments needs an optimizer that keeps {self.moment!r} for every "
+                        f"parameter, got {type(optimizer).__name__}, which keeps "
+                        f"{', '.join(trial.state[number]) or 'nothing'}; name one that it keeps, "
+                        "such as exp_avg of AdamW or momentum_buffer of SGD"
+                    )
 
     def after_update(self, context: StepContext, step: int) -> None:
         """Mix parameters, and where it is time the moment."""
@@ -73,8 +89,8 @@ class MixedMoments(Algorithm):
         if (step + 1) % self.period:
             return
         owned, sent = context.optimizer_state(self.moment), context.memory("moment")
-        for own, copy in zip(owned, sent, strict=True):
-            copy.copy_(own)
+        for own, of_all in zip(owned, sent, strict=True):
+            of_all.copy_(own)
         mix(context, round, step, "moment")
-        for own, copy in zip(owned, sent, strict=True):
-            own.copy_(copy)
+        for own, of_all in zip(owned, sent, strict=True):
+            own.copy_(of_all)

@@ -35,6 +35,7 @@ class PushSum(Algorithm):
 
     name = "push_sum"
     weighted = True
+    needs_all = True  # the weight of one who is left out is lost, and others' rates grow by it
 
     def adapt_schedule(self, schedule: Schedule) -> Schedule:
         """Let every worker share out all that it has; refuse all-reduces, which nobody pushes."""

@@ -40,6 +40,7 @@ class QuasiGlobal(Algorithm):
 
     name = "quasi_global"
     kept = ("momentum", "start")
+    scratch = ("start",)
 
     def __post_init__(self) -> None:
         for name, share in (("beta", self.beta), ("mu", self.mu)):
@@ -52,10 +53,12 @@ class QuasiGlobal(Algorithm):
         """Refuse optimizers that have a momentum already."""
         for optimizer in optimizers:
             groups = optimizer.param_groups
-            if not isinstance(optimizer, SGD) or any(group["momentum"] for group in groups):
+            others = [name for name in ("momentum", "maximize") if any(g.get(name) for g in groups)]
+            if not isinstance(optimizer, SGD) or others:
+                given = " and ".join([type(optimizer).__name__, *others])
                 raise UserError(
-                    "quasi_global is the momentum of torch.optim.SGD without one, got "
-                    f"{type(optimizer).__name__}; use SGD(params, lr=...), or algorithm='atc'"
+                    "quasi_global is the momentum of torch.optim.SGD that has none and minimizes, "
+                    f"got {given}; use SGD(params, lr=...), or algorithm='atc'"
                 )
 
     def before_update(self, context: StepContext, step: int) -> None:

@@ -10,7 +10,7 @@ from gossamer.consensus import Sketch
 from gossamer.engine import CENTRALIZED, RunSpec
 from gossamer.engine.spec import adapted_schedule
 from gossamer.errors import ImpossibleError
-from gossamer.runtime_model.methods import Job, ddp, gossip, order_of
+from gossamer.runtime_model.methods import Job, ddp, gossip, order_of, repeating
 from gossamer.runtime_model.model import TimedMethod, predict
 from gossamer.runtime_model.profile import read_profile
 from gossamer.topology import Schedule
@@ -38,9 +38,9 @@ class Rounds(NamedTuple):
 
     @property
     def schedule(self) -> Schedule:
-        """Its rounds."""
+        """Its rounds, without local steps between them."""
         return adapted_schedule(
-            self.algorithm, self.topology, self.workers, self.steps_per_epoch, self.every
+            self.algorithm, self.topology, self.workers, self.steps_per_epoch, every=1
         )
 
     def slot(self, at: int) -> int:
@@ -54,12 +54,9 @@ class Rounds(NamedTuple):
         return max(1, self.num_steps // _SLOTS)
 
     def near(self, at: int) -> Schedule:
-        """Return a cycle of some rounds from a step on; the schedule itself where it is one."""
-        schedule = self.schedule
-        if schedule.period is not None:
-            return schedule
-        window = min(_WINDOW, self._slot_steps)
-        return Schedule(schedule.num_workers, window, lambda step: schedule.round(at + step))
+        """Return a cycle of some rounds from a step on; of all of them where they repeat."""
+        most = min(_WINDOW, max(1, self._slot_steps // self.every))
+        return repeating(self.schedule, self.every, most=most, first=at)
 
     def copies_per_step(self, at: int) -> float:
         """Return what the average worker sends in a step, in copies of its parameters."""
@@ -80,6 +77,7 @@ class Rounds(NamedTuple):
         return gossip(
             job,
             schedule=self.schedule if at is None else self.near(at),
+            every=self.every if at is None else 1,  # which is in the cycle
             order=order_of(self.algorithm),
             num_steps=self.num_steps,
             repeats=repeats * parse_algorithm(self.algorithm).num_exchanges,

@@ -19,7 +19,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple, cast, final
 
@@ -44,12 +44,21 @@ class Found(NamedTuple):
     state: snapshot.StateDict
 
 
-def _weight_of(state: snapshot.StateDict) -> float:
-    """Return how much of the sum of all workers' parameters one of them had, as in push-sum."""
+def _weight_of(state: snapshot.StateDict) -> Callable[[snapshot.Place], float]:
+    """Return how much each tensor of a worker counts in an average.
+
+    Under push-sum parameters do by the worker's weight, and nothing else: moments and statistics
+    are of steps that all workers took alike.
+    """
     gossip: Any = state.get("gossip")
     algorithm = gossip.get("algorithm") if isinstance(gossip, dict) else None
-    weight = algorithm.get("weight") if isinstance(algorithm, dict) else None
-    return float(weight) if isinstance(weight, Tensor) and weight.numel() == 1 else 1.0
+    kept: dict[str, Any] = algorithm if isinstance(algorithm, dict) else {}
+    weight, weighed = kept.get("weight"), {*kept.get("weighed", ())}
+    if not isinstance(weight, Tensor) or weight.numel() != 1:
+        return lambda path: 1.0
+    own = float(weight)
+    # ("objects", what it is called, the name in its state)
+    return lambda path: own if path[0] == "objects" and {*path[2:3]} & weighed else 1.0
 
 
 @final

@@ -125,6 +125,7 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
         make_source = make_round_source(control, schedule, chosen, gossip_steps, every)
         rule = rule_of(buffers)
         chosen.check_statistics(mixed=rule.mixed)
+        chosen.check_precision(trained)
         preconditions.check_positive("bucket_mb", bucket_mb, bucket_mb > 0)
         norm_steps = NormSteps(schedule, chosen.overlaps, norms_every)
         check_limit(nonfinite_rounds)
@@ -194,7 +195,9 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
         source = make_source(meter)
         guard = Guard(model, optimizers, trained)
         wrappers = WrapperWatch(trained, group)
-        context = RankContext(trained, optimizers, replica, mixers, source)
+        everywhere = model.named_parameters(remove_duplicate=False)  # tied ones under all names
+        names = [name for name, p in everywhere if any(p is own for own in trained)]
+        context = RankContext(trained, names, chosen, optimizers, replica, mixers, source)
         step = Step(optimizers, chosen, context, guard, wrappers, meter, norm_steps)
         model_state = ModelState(model, network.rank, network.size)
         worker = Worker(replica, step, context.mixer, network, model_state, within)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gossamer.algorithms import PARAMETERS, state_of
+from gossamer.algorithms import PARAMETERS, Algorithm, rates_of, states_of, unfinished
 from gossamer.consensus import RoundSource
 from gossamer.errors import UserError
 from gossamer.gossip import step_call
@@ -25,6 +25,8 @@ class RankContext:
 
     Args:
         trained: its parameters.
+        names: of them in the model's state.
+        algorithm: what it keeps.
         optimizers: what updates them.
         replica: holds the states that an algorithm keeps.
         mixers: of each state that is exchanged, by name.
@@ -34,12 +36,16 @@ class RankContext:
     def __init__(
         self,
         trained: Sequence[Tensor],
+        names: Sequence[str],
+        algorithm: Algorithm,
         optimizers: Sequence[Optimizer],
         replica: Replica,
         mixers: Mapping[str, Mixer],
         source: RoundSource,
     ) -> None:
         self._trained = trained
+        self._names = names
+        self._algorithm = algorithm
         self._optimizers = optimizers
         self._replica = replica
         self._mixers = mixers
@@ -94,13 +100,11 @@ class RankContext:
 
     def learning_rates(self) -> Sequence[float]:
         """Return the rate that each parameter is updated with."""
-        groups = [group for each in self._optimizers for group in each.param_groups]
-        rates = {id(p): float(group["lr"]) for group in groups for p in group["params"]}
-        return [rates[id(parameter)] for parameter in self._trained]
+        return rates_of(self._optimizers, self._trained)
 
     def optimizer_state(self, name: str) -> Sequence[Tensor]:
         """Return tensors that the optimizers keep for each parameter."""
-        return [local(state_of(self._optimizers, p, name)) for p in self._trained]
+        return locals_of(states_of(self._optimizers, self._trained, name))
 
     def rounds(self, step: int) -> Sequence[Round]:
         """Return what a step mixes with."""
@@ -123,6 +127,12 @@ class RankContext:
             mixer.finish()
             self._replica.spread(state)
 
+    def refuse_unfinished(self) -> None:
+        """Raise where anything but parameters is left in flight until the next step."""
+        for state, mixer in self._mixers.items():
+            if mixer is not self.mixer and mixer.state is MixerState.IN_FLIGHT:
+                raise unfinished(self._algorithm, state)
+
     def _note_decision(self, rounds: tuple[Round, ...]) -> tuple[Round, ...]:
         """Let the first exchange of a decision compare it: all ranks must have made it."""
         decision = self.source.decision
@@ -141,14 +151,18 @@ class RankContext:
         state: dict[str, Any] = {
             name: [sharded_as(t, p) for t, p in zip(tensors, self._trained, strict=True)]
             for name, tensors in self._replica.states.items()
+            if name not in self._algorithm.scratch
         }
-        return state | ({"weight": self._replica.weight} if self._replica.weighted else {})
+        if not self._replica.weighted:
+            return state
+        # Whoever averages saved replicas weighs these, and nothing else that was saved with them.
+        return {**state, "weight": self._replica.weight, "weighed": [*self._names]}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state of the same algorithm."""
-        for name, own in self._replica.states.items():
-            for tensor, saved in zip(own, state[name], strict=True):
+        for name in self._replica.states.keys() - {*self._algorithm.scratch}:
+            for tensor, saved in zip(self._replica.states[name], state[name], strict=True):
                 tensor.copy_(local(saved))
         if self._replica.weighted:
             self._replica.weight.copy_(state["weight"])

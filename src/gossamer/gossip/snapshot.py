@@ -29,7 +29,7 @@ from gossamer.files import open_regular
 from gossamer.gossip.buckets import is_dense
 
 StateDict: TypeAlias = dict[str, Any]
-_Path: TypeAlias = tuple[object, ...]
+Place: TypeAlias = tuple[object, ...]
 
 _STRUCTURE = "structure.json"
 """Name of the JSON, a tensor of bytes: safetensors has a place for strings too, but a small one."""
@@ -96,8 +96,13 @@ def read(path: Path, checksum: int) -> Any:
         raise DamagedError(f"{path} holds no state: {type(error).__name__}: {error}") from error
 
 
+def _equally(state: StateDict) -> Callable[[Place], float]:
+    return lambda path: 1.0
+
+
 def average(
-    states: Iterable[StateDict], weight_of: Callable[[StateDict], float] = lambda state: 1.0
+    states: Iterable[StateDict],
+    weight_of: Callable[[StateDict], Callable[[Place], float]] = _equally,
 ) -> StateDict:
     """Return the mean of the states of all workers, which may be read one after the other.
 
@@ -106,27 +111,29 @@ def average(
 
     Args:
         states: one per worker.
-        weight_of: how much a worker's state counts.
+        weight_of: how much each tensor of a worker's state counts.
     """
     remaining = iter(states)
     first = next(remaining)
     shapes = _shapes_in(first)
-    total = weight_of(first)
-    sums = {
-        path: tensor.to(torch.complex128 if tensor.is_complex() else torch.float64).mul(total)
+    weights = weight_of(first)
+    averaged = {
+        path: tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
         for path, tensor in _tensors_in(first)
         if tensor.is_floating_point() or tensor.is_complex()
     }
+    totals = {path: weights(path) for path in averaged}
+    sums = {path: tensor.mul(totals[path]) for path, tensor in averaged.items()}
     for num, state in enumerate(remaining, 1):
         _check_alike(shapes, _shapes_in(state), num)
-        weight = weight_of(state)
+        weights = weight_of(state)
         for path, tensor in _tensors_in(state):
             if path in sums:
-                sums[path].add_(tensor.to(sums[path].dtype), alpha=weight)
-        total += weight
+                sums[path].add_(tensor.to(sums[path].dtype), alpha=weights(path))
+                totals[path] += weights(path)
     for path, tensor in _tensors_in(first):
         if path in sums:
-            tensor.copy_(sums.pop(path).div_(total))
+            tensor.copy_(sums.pop(path).div_(totals[path]))
     return first
 
 
@@ -144,7 +151,7 @@ class _Packer:
         self.tensors: dict[str, Tensor] = {}
         self._names: dict[object, str] = {}
 
-    def pack(self, value: Any, path: _Path) -> Any:
+    def pack(self, value: Any, path: Place) -> Any:
         """Return the JSON of a value that is at this path."""
         if value is None or isinstance(value, bool | int | float | str):
             return value
@@ -164,7 +171,7 @@ class _Packer:
             "state_dict() and load_state_dict()"
         )
 
-    def _pack_pairs(self, mapping: dict[Any, Any], path: _Path) -> list[list[Any]]:
+    def _pack_pairs(self, mapping: dict[Any, Any], path: Place) -> list[list[Any]]:
         for key in mapping:
             if type(key) not in (str, int):
                 raise UserError(
@@ -174,7 +181,7 @@ class _Packer:
                 )
         return [[key, self.pack(value, (*path, key))] for key, value in mapping.items()]
 
-    def _pack_tensor(self, tensor: Tensor, path: _Path) -> dict[str, Any]:
+    def _pack_tensor(self, tensor: Tensor, path: Place) -> dict[str, Any]:
         if tensor.dtype not in _DTYPES or tensor.layout != torch.strided or tensor.is_meta:
             raise UserError(
                 "a tensor in a state must be dense and of a dtype that safetensors has, got "
@@ -198,7 +205,7 @@ class _Packer:
         return name
 
 
-def _name_of(path: _Path) -> str:
+def _name_of(path: Place) -> str:
     """Return what a path is called, in the characters that every reader takes.
 
     >>> _name_of(("model", "0.weight"))
@@ -238,7 +245,7 @@ def _with_strides(tensor: Tensor, strides: list[int] | None) -> Tensor:
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype).copy_(tensor)
 
 
-def _tensors_in(value: Any, path: _Path = ()) -> Generator[tuple[_Path, Tensor]]:
+def _tensors_in(value: Any, path: Place = ()) -> Generator[tuple[Place, Tensor]]:
     """Yield each tensor of a state with its path."""
     if isinstance(value, Tensor):
         yield path, value
@@ -250,11 +257,11 @@ def _tensors_in(value: Any, path: _Path = ()) -> Generator[tuple[_Path, Tensor]]
             yield from _tensors_in(item, (*path, place))
 
 
-def _shapes_in(state: StateDict) -> dict[_Path, str]:
+def _shapes_in(state: StateDict) -> dict[Place, str]:
     return {path: str([*tensor.shape]) for path, tensor in _tensors_in(state)}
 
 
-def _check_alike(first: dict[_Path, str], other: dict[_Path, str], worker: int) -> None:
+def _check_alike(first: dict[Place, str], other: dict[Place, str], worker: int) -> None:
     for path in {**first, **other}:
         here, there = first.get(path, "absent"), other.get(path, "absent")
         if here != there:

@@ -145,6 +145,7 @@ class Step:
             self.norms_step = self.num_steps + 1
         with torch.no_grad():
             self._algorithm.after_update(self._context, self.num_steps)
+        self._context.refuse_unfinished()
         self.num_steps += 1
 
     def _refuse_out_of_turn(

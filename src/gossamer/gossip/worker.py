@@ -77,8 +77,6 @@ class Worker:
                 f"inside join() ranks may be at different places, so they cannot meet in {call}; "
                 "call it after the loop"
             )
-        if self.replica.weighted:  # parameters and weight are apart until all have stepped
-            self.step.refuse_amid_optimizers(call)
 
     def check_open(self) -> None:
         """Raise where gossip has ended."""
@@ -92,7 +90,7 @@ class Worker:
         Args:
             call: what ranks say of one that makes it alone.
         """
-        self.check_ready(call)
+        self._check_together(call)
         self.step.drain()
         calling = self.network.detector.calling(call)
         with record_function(f"Gossip::{call}"), calling, torch.no_grad():
@@ -102,9 +100,15 @@ class Worker:
     @contextlib.contextmanager
     def calling(self, call: str) -> Generator[None]:
         """Make a call that all ranks make, which lets an exchange in flight go on."""
-        self.check_ready(call)
+        self._check_together(call)
         with self.network.detector.calling(call):
             yield
+
+    def _check_together(self, call: str) -> None:
+        """Raise where a collective call would see parameters from the middle of a step."""
+        self.check_ready(call)
+        if self.replica.weighted:  # some carry the weight until all optimizers have stepped
+            self.step.refuse_amid_optimizers(call)
 
     def gather(self, value: int) -> list[int]:
         """Return every rank's number, in the order of ranks. A collective call."""

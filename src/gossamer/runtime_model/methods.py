@@ -29,7 +29,7 @@ from gossamer.runtime_model.model import (
     whole_step,
 )
 from gossamer.runtime_model.profile import Profile
-from gossamer.topology import Round, Schedule, parse
+from gossamer.topology import Round, Schedule, parse, spaced
 
 DDP = "ddp"
 """What all others are compared with."""
@@ -122,6 +122,7 @@ def gossip(
     job: Job,
     *,
     schedule: Schedule,
+    every: int = 1,
     order: Order = whole_step,
     num_steps: int = ITERATIONS,
     repeats: float = 1,
@@ -132,19 +133,20 @@ def gossip(
     Args:
         job: what is trained.
         schedule: the rounds.
+        every: steps from one of them to the next.
         order: of an iteration.
         num_steps: of training, over which the rounds of the model are spread where they do not
             repeat, as Ada's; by default the first ones.
         repeats: how often each round is done.
         gathered_bytes: what every worker tells all others before each exchange, as to a controller.
     """
-    period, stride = schedule.period or ITERATIONS, 1
-    if schedule.period is None:
-        stride = max(1, num_steps // ITERATIONS)
+    stride = max(1, num_steps // ITERATIONS)
+    cycle = repeating(schedule, every, most=max(1, ITERATIONS // every), stride=stride)
+    period = cycle.period or 1
 
     @cache
     def of_round(index: int) -> ExchangeTime:
-        mixed = costs.mix(job.links, schedule.round(index * stride), job.bucket_bytes)
+        mixed = costs.mix(job.links, cycle.round(index), job.bucket_bytes)
         cost_WK = repeats * mixed.cost_WK
         if not gathered_bytes:
             return ExchangeTime(mixed.meet, cost_WK)
@@ -154,9 +156,35 @@ def gossip(
     def exchange(step: int) -> ExchangeTime:
         return of_round(step % period)
 
-    passes = [_passes(schedule.round(index * stride)) for index in range(period)]
+    passes = [_passes(cycle.round(index)) for index in range(period)]
     compute = job.compute(repeats * float(np.mean(passes)), job.profile.hooks.gossip_s)
     return TimedMethod(order, compute, job.links.num_workers, exchange, period)
+
+
+def repeating(
+    schedule: Schedule, every: int, *, most: int, first: int = 0, stride: int = 1
+) -> Schedule:
+    """Return a cycle of a schedule's rounds with the local steps between them.
+
+    Where rounds do not repeat, some of them stand for all. They are chosen among exchanges: of
+    steps, one in so many might always be a local one.
+
+    Args:
+        schedule: the rounds.
+        every: steps from one of them to the next.
+        most: how many rounds are chosen where they do not repeat.
+        first: the step from which on.
+        stride: exchanges from one that is chosen to the next.
+    """
+    if schedule.period is not None:
+        return spaced(schedule, every)
+
+    def build(index: int) -> Round:
+        exchange = first // every + index * stride
+        by_step = schedule.counts == "steps"
+        return schedule.round(every * exchange + every - 1 if by_step else exchange)
+
+    return spaced(Schedule(schedule.num_workers, most, build, schedule.name), every)
 
 
 def _passes(round: Round) -> float:
@@ -199,7 +227,8 @@ def build(name: str, job: Job) -> TimedMethod:
     algorithm = parse_algorithm(job.algorithm)
     return gossip(
         job,
-        schedule=algorithm.adapt(schedule_of(name, job), job.every),
+        schedule=algorithm.adapt(schedule_of(name, job)),
+        every=job.every,
         order=order_of(job.algorithm),
         repeats=algorithm.num_exchanges,
     )

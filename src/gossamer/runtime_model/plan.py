@@ -230,7 +230,7 @@ def _row(job: Job, name: str, prediction: Prediction, ddp_s: float, loss: LossGa
         mixing, rounds = (1.0, 1) if exact else (None, None)
     else:
         algorithm = parse_algorithm(job.algorithm)
-        summary = summarize(schedule_of(name, job))
+        summary = summarize(algorithm.adapt(schedule_of(name, job)))
         sent = summary.copies_sent * num_bytes * algorithm.num_exchanges / job.every
         mixing, rounds = summary.mixing_rate, summary.rounds_to_consensus
         rounds = rounds and rounds * job.every

@@ -83,6 +83,12 @@ class Replicas:
         for name in names:
             self.parameters[name].grad = None
 
+    @property
+    def statistics_bytes(self) -> float:
+        """Bytes of one worker's statistics, where they are mixed."""
+        mixed = self._statistics.values() if self._rule.mixed else ()
+        return sum(s.nbytes for s in mixed) / self.num_workers
+
     def statistics_to_send(self) -> list[Tensor]:
         """Return copies of what neighbours get of statistics while forward passes change them."""
         return [s.clone() for s in self._statistics.values()] if self._rule.mixed else []

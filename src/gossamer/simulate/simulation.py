@@ -110,6 +110,7 @@ class Simulation:
         )
         rule = rule_of(buffers)
         self._algorithm.check_statistics(mixed=rule.mixed)
+        self._algorithm.check_precision([torch.empty(0, dtype=dtype)])
         check_limit(nonfinite_rounds)
         check_clip_norm(clip_norm)
         self._clip_norm = clip_norm
@@ -219,6 +220,7 @@ class Simulation:
             self.norms_step = self.num_steps + 1
         with torch.no_grad():
             self._algorithm.after_update(self._context, self.num_steps)
+        self._context.refuse_unfinished()
         self.num_steps += 1
         return losses
 

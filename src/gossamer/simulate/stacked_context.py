@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from gossamer.algorithms import PARAMETERS, Algorithm, name_of_numbers, state_of
+from gossamer.algorithms import PARAMETERS, Algorithm, name_of_numbers, states_of, unfinished
 from gossamer.consensus import RoundSource
 from gossamer.nonfinite import ParameterWatch, measured_norms
 from gossamer.simulate.replicas import Replicas
@@ -71,6 +71,7 @@ class StackedContext:
         self._copies_sent: npt.NDArray[np.float64] = np.zeros(num)
         self._messages_sent: npt.NDArray[np.int64] = np.zeros(num, np.int64)
         self._weights_sent: npt.NDArray[np.int64] = np.zeros(num, np.int64)
+        self._statistics_sent: npt.NDArray[np.float64] = np.zeros(num)
         self.left_out: npt.NDArray[np.int64] = np.zeros(num, np.int64)
         self.mean_moved = 0
 
@@ -102,7 +103,7 @@ class StackedContext:
 
     def optimizer_state(self, name: str) -> Sequence[Tensor]:
         """Return tensors that the optimizer keeps for each parameter, of all workers."""
-        return [state_of([self._update.optimizer], p, name) for p in self.parameters]
+        return states_of([self._update.optimizer], self.parameters, name)
 
     def rounds(self, step: int) -> Sequence[Round]:
         """Return what a step mixes with."""
@@ -141,8 +142,15 @@ class StackedContext:
             self.mean_moved += not round.symmetric
         self._copies_sent += round.copies_sent
         self._messages_sent += round.messages_sent
-        if state == PARAMETERS and replicas.weighted:
-            self._weights_sent += round.messages_sent
+        if state == PARAMETERS:
+            self._statistics_sent += round.copies_sent
+            if replicas.weighted:
+                self._weights_sent += round.messages_sent
+
+    def refuse_unfinished(self) -> None:
+        """Raise where anything but parameters is left in flight until the next step."""
+        for state in self._in_flight.keys() - {PARAMETERS}:
+            raise unfinished(self._algorithm, state)
 
     def forget_norms(self) -> None:
         """Let the next norms be any: parameters have been replaced."""
@@ -154,8 +162,10 @@ class StackedContext:
     @property
     def bytes_sent(self) -> npt.NDArray[np.float64]:
         """Bytes that each worker would have sent so far, [W]."""
-        own = bytes_of(self.parameters) / self._replicas.num_workers
-        return self._copies_sent * own + self._weights_sent * self._replicas.weight.itemsize
+        replicas = self._replicas
+        parameters = self._copies_sent * bytes_of(self.parameters) / replicas.num_workers
+        statistics = self._statistics_sent * replicas.statistics_bytes
+        return parameters + statistics + self._weights_sent * replicas.weight.itemsize
 
     @property
     def messages_sent(self) -> npt.NDArray[np.int64]:
@@ -168,11 +178,16 @@ class StackedContext:
         """Return what an algorithm keeps, and what was sent; references, as in torch."""
         return {
             "name": repr(self._algorithm),
-            "states": self._states,
+            "states": {
+                name: tensors
+                for name, tensors in self._states.items()
+                if name not in self._algorithm.scratch
+            },
             "weight": self._replicas.weight,
             "copies_sent": self._copies_sent.tolist(),
             "messages_sent": self._messages_sent.tolist(),
             "weights_sent": self._weights_sent.tolist(),
+            "statistics_sent": self._statistics_sent.tolist(),
         }
 
     @torch.no_grad()
@@ -181,14 +196,15 @@ class StackedContext:
         self._in_flight.clear()
         self.forget_norms()
         if state["name"] == repr(self._algorithm):
-            for name, own in self._states.items():
-                for tensor, saved in zip(own, state["states"][name], strict=True):
+            for name, tensors in state["states"].items():
+                for tensor, saved in zip(self._states[name], tensors, strict=True):
                     tensor.copy_(saved)
             self._replicas.weight.copy_(state["weight"])
         else:
             self._algorithm.restart(self)
-            if state["states"] or self._states:
+            if state["states"] or self._states or self._replicas.weighted:
                 _log.warning("the state is not of %r, which starts anew", self._algorithm)
         self._copies_sent = np.array(state["copies_sent"])
         self._messages_sent = np.array(state["messages_sent"])
         self._weights_sent = np.array(state["weights_sent"])
+        self._statistics_sent = np.array(state["statistics_sent"])

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from gossamer.algorithms import rates_of
 from gossamer.errors import UserError
 
 MakeOptimizer: TypeAlias = Callable[[list[nn.Parameter]], Optimizer]
@@ -125,7 +126,7 @@ class StackedUpdate:
 
     def learning_rates(self) -> list[float]:
         """Return the rate of each stacked parameter, in their order."""
-        return _rates(self.optimizer, self._stacked)
+        return rates_of([self.optimizer], self._stacked)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the optimizer."""
@@ -166,7 +167,7 @@ class PerWorkerUpdate:
 
     def learning_rates(self) -> list[float]:
         """Return the rate of each stacked parameter, in their order."""
-        return _rates(self.optimizer, self._own[0])
+        return rates_of([self.optimizer], self._own[0])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all optimizers."""
@@ -213,12 +214,6 @@ def build(make: MakeOptimizer, parameters: list[nn.Parameter]) -> Optimizer:
             "again; use SGD or Adam"
         )
     return optimizer
-
-
-def _rates(optimizer: Optimizer, parameters: list[nn.Parameter]) -> list[float]:
-    groups = optimizer.param_groups
-    rates = {id(p): float(group["lr"]) for group in groups for p in group["params"]}
-    return [rates.get(id(parameter), 0.0) for parameter in parameters]
 
 
 def _step(optimizer: Optimizer, parameters: list[nn.Parameter], grads: list[Tensor]) -> None:
