@@ -56,6 +56,10 @@ num_nodes, gpus = 2, 2
 """,
     "import torch.distributed.checkpoint as dcp\n\ngossip =": SHARDED,
     "get_state_dict(": SHARDED,
+    'within=mesh["within"])\n': """
+from torch.distributed.device_mesh import init_device_mesh
+mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "within"))
+""",
     "SummaryWriter(": "SummaryWriter = lambda folder: mock.Mock()",
     "train_one_step(": """
 NUM_STEPS, train_one_step = 3, lambda step: optimizer.step()

@@ -13,17 +13,19 @@ from typing import IO, Annotated, Any
 
 import typer
 
-from benchmarks.cluster.methods import METHODS, missing
+from benchmarks.cluster.methods import METHODS, NODE_METHODS, missing
 from benchmarks.cluster.report import Row, draw, table
-from benchmarks.cluster.run import console, environment, measure, start
+from benchmarks.cluster.run import console, environment, layout_of, measure, start
 from benchmarks.cluster.worker import WARMUP, Task
 from gossamer.errors import UserError
-from gossamer.lab import one_switch
 
 
 def main(  # noqa: PLR0913 - one parameter per option
     hosts: Annotated[int, typer.Option(help="Number of hosts.")] = 4,
-    rate: Annotated[list[str] | None, typer.Option(help="Rate of the links; repeatable.")] = None,
+    rate: Annotated[
+        list[str] | None,
+        typer.Option(help="Rate of the links, or INSIDE/BETWEEN for two nodes; repeatable."),
+    ] = None,
     compute_ms: Annotated[float, typer.Option(help="Emulated compute per step.")] = 400.0,
     params: Annotated[float, typer.Option(help="Parameters of the model.")] = 8.4e6,
     layers: Annotated[int, typer.Option(help="Layers that they are split over.")] = 4,
@@ -35,8 +37,10 @@ def main(  # noqa: PLR0913 - one parameter per option
     figure: Annotated[Path | None, typer.Option(help="Write bars: .html, .png or .svg.")] = None,
 ) -> None:
     """Measure step time, bytes on the wire, processor use and memory of training methods."""
+    rates = rate or ["300mbit"]
+    in_nodes = all("/" in each for each in rates)
     task = Task(
-        methods=_methods(method or list(METHODS)),
+        methods=_methods(method or [*METHODS, *(NODE_METHODS if in_nodes else ())]),
         rounds=rounds,
         steps=steps,
         warmup=WARMUP,
@@ -49,8 +53,8 @@ def main(  # noqa: PLR0913 - one parameter per option
     all_rows: list[Row] = []
     with _lines(json_file) as lines:
         _write(lines, "run", {**environment(), "hosts": hosts, **asdict(task)})
-        for each in rate or ["300mbit"]:
-            samples, some = measure(task, one_switch(hosts, each), each)
+        for each in rates:
+            samples, some = measure(task, layout_of(hosts, each), each)
             for sample in samples:
                 _write(lines, "sample", {"rate": each, **sample})
             for row in some:
@@ -62,9 +66,10 @@ def main(  # noqa: PLR0913 - one parameter per option
 
 
 def _methods(names: list[str]) -> list[str]:
-    unknown = [name for name in names if name not in METHODS]
+    known = [*METHODS, *NODE_METHODS]
+    unknown = [name for name in names if name not in known]
     if unknown:
-        raise UserError(f"a method must be one of {', '.join(METHODS)}, got {unknown[0]!r}")
+        raise UserError(f"a method must be one of {', '.join(known)}, got {unknown[0]!r}")
     reasons = {name: missing(name) for name in names}
     for name, reason in reasons.items():
         if reason:

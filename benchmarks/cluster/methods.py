@@ -7,6 +7,7 @@ training step. It is called in a process of its own with torch.distributed initi
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post_local_sgd
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -108,6 +110,21 @@ def gossip(model: nn.Module, workers: Workers, *, topology: str) -> Step:
     return training_step(model, optimizer, workers.batch)
 
 
+def gossip_between_nodes(model: nn.Module, workers: Workers, *, sliced: bool) -> Step:
+    """DDP inside nodes and Gossamer between them, where each rank sends all, or its slice."""
+    ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+    mesh = init_device_mesh(
+        "cpu",
+        (workers.world_size // ranks_per_node, ranks_per_node),
+        mesh_dim_names=("between", "within"),
+    )
+    wrapped = DistributedDataParallel(model, process_group=mesh.get_group("within"))
+    optimizer = adam(wrapped.parameters())
+    within = mesh["within"] if sliced else None
+    gossamer.decentralize(wrapped, optimizer, process_group=mesh["between"], within=within)
+    return training_step(wrapped, optimizer, workers.batch)
+
+
 METHODS: dict[str, Setup] = {
     LOCAL: local,
     "ddp": ddp,
@@ -123,6 +140,12 @@ METHODS: dict[str, Setup] = {
     "gossamer(one_peer_exponential)": partial(gossip, topology="one_peer_exponential"),
     "gossamer(aer)": partial(gossip, topology="aer(workers_per_node=2)"),
 }
+
+NODE_METHODS: dict[str, Setup] = {
+    "ddp and gossamer": partial(gossip_between_nodes, sliced=False),
+    "ddp and gossamer(within)": partial(gossip_between_nodes, sliced=True),
+}
+"""Those that need nodes of several hosts."""
 
 
 def missing(method: str) -> str:

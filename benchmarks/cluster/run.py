@@ -17,7 +17,7 @@ from rich.console import Console
 from benchmarks.cluster.report import Row, Sample, rows
 from benchmarks.cluster.worker import SAMPLE, Task
 from gossamer.errors import UserError
-from gossamer.lab import Cluster, HostFailed, Layout
+from gossamer.lab import Cluster, HostFailed, Layout, one_switch, parse_layout
 
 _SCHEMA = 1
 console = Console(stderr=True, highlight=False, width=120)
@@ -30,6 +30,15 @@ def start(main: Callable[..., None]) -> None:
     except UserError as error:
         console.print(f"error: {error}", markup=False)
         sys.exit(2)
+
+
+def layout_of(hosts: int, network: str) -> Layout:
+    """Return hosts on one switch of a rate, or, where it reads INSIDE/BETWEEN, in two nodes."""
+    if "/" not in network:
+        return one_switch(hosts, network)
+    if hosts % 2:
+        raise UserError(f"two nodes need an even number of hosts, got {hosts}; give --hosts 8")
+    return parse_layout(f"2x{hosts // 2}:{network}")
 
 
 def measure(

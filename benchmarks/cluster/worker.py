@@ -21,7 +21,7 @@ from typing import final
 import torch
 import torch.distributed as dist
 
-from benchmarks.cluster.methods import METHODS, Workers
+from benchmarks.cluster.methods import METHODS, NODE_METHODS, Workers
 from gossamer.lab.compute import EmulatedModel
 from gossamer.lab.network import INTERFACE, sent_bytes
 
@@ -69,7 +69,7 @@ def time_method(
         seed=rank + round_ * world_size,  # the same compute times for all methods of a round
     )
     batch = torch.randn(_BATCH, model.width, generator=torch.Generator().manual_seed(rank))
-    step = METHODS[method](model, Workers(rank, world_size, batch))
+    step = {**METHODS, **NODE_METHODS}[method](model, Workers(rank, world_size, batch))
     for _ in range(task.warmup):
         step()
     bytes_before = _sent_bytes()

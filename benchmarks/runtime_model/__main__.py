@@ -19,12 +19,11 @@ from typing import Annotated
 import typer
 
 from benchmarks.cluster.report import times_of_rounds
-from benchmarks.cluster.run import console, environment, measure, start
+from benchmarks.cluster.run import console, environment, layout_of, measure, start
 from benchmarks.cluster.worker import WARMUP, Task
 from benchmarks.runtime_model.score import Point, score, table
 from benchmarks.runtime_model.worker import AER, FOLDER, PROFILE, STEPS, aer_of
 from gossamer.errors import UserError
-from gossamer.lab import Layout, one_switch, parse_layout
 from gossamer.runtime_model import Plan, make_plan, read_profile
 from gossamer.runtime_model.methods import DDP
 
@@ -85,7 +84,7 @@ def _task(compute_ms: float, params: float, steps: int, rounds: int, variance: f
 
 
 def _measure_setting(task: Task, hosts: int, network: str, json_file: Path | None) -> list[Point]:
-    layout = _layout(hosts, network)
+    layout = layout_of(hosts, network)
     with tempfile.TemporaryDirectory(prefix="gossamer-profile-") as folder:
         samples, rows = measure(
             task,
@@ -142,14 +141,6 @@ def _middle(plans: list[Plan]) -> Plan:
 def gossiping_on(method: str) -> str:
     """Return the topology of a method that gossips, and nothing for others."""
     return method.removeprefix("gossamer(")[:-1] if method.startswith("gossamer(") else ""
-
-
-def _layout(hosts: int, network: str) -> Layout:
-    if "/" not in network:
-        return one_switch(hosts, network)
-    if hosts % 2:
-        raise UserError(f"two nodes need an even number of hosts, got {hosts}; give --hosts 8")
-    return parse_layout(f"2x{hosts // 2}:{network}")
 
 
 def _append(path: Path | None, fields: dict[str, object]) -> None:

@@ -26,10 +26,10 @@ parameter goes through a step along ``step``, ``rank_context``, ``mixer`` and ``
         left_out           ranks whose parameters are not finite
         replica            the parameters in buckets; their average, and putting them back
         guard              parameters that are no longer what is sent
+        shards             parameters that FSDP2 spreads over the ranks of a node
         wrapper_watch      DDP that averages gradients of what gossips
         instances          all living objects of a class
         buckets            parameters as views of flat tensors
-        shards             parameters that FSDP2 spreads over the ranks of a node
     The wire
         within             the ranks that hold one replica together
         network            what opens and ends together

@@ -16,14 +16,15 @@ _ALIGN_BYTES = 64
 """Views start at multiples of this, so that vectorized kernels run on them as on fresh tensors."""
 
 
-def flatten_(tensors: Iterable[Tensor], bucket_mb: float) -> list[Tensor]:
+def flatten_(tensors: Iterable[Tensor], bucket_mb: float, slices: int = 1) -> list[Tensor]:
     """Move dense tensors into buckets of about the given size, in their order; return the buckets.
 
     Args:
         tensors: each once, all on one device. Those of one dtype share buckets.
         bucket_mb: where a bucket is full, in megabytes; a larger tensor gets one of its own.
+        slices: of one length each, that a bucket can be cut into.
     """
-    return [_move_into_bucket_(part) for part in _partition(tensors, bucket_mb * 1e6)]
+    return [_move_into_bucket_(part, slices) for part in _partition(tensors, bucket_mb * 1e6)]
 
 
 def unflatten_(tensors: Iterable[Tensor]) -> None:
@@ -56,7 +57,7 @@ def _partition(tensors: Iterable[Tensor], most_bytes: float) -> list[list[Tensor
     return parts
 
 
-def _move_into_bucket_(tensors: Sequence[Tensor]) -> Tensor:
+def _move_into_bucket_(tensors: Sequence[Tensor], slices: int) -> Tensor:
     align = max(1, _ALIGN_BYTES // tensors[0].element_size())
     starts: list[int] = []
     end = 0
@@ -65,7 +66,8 @@ def _move_into_bucket_(tensors: Sequence[Tensor]) -> Tensor:
         end += -(-tensor.numel() // align) * align
     # Zeros, not empty: the padding is sent and averaged with the rest, and must stay finite. Where
     # all tensors are empty there is padding alone, so that any bucket can hold a mark.
-    flat = torch.zeros(max(end, align), dtype=tensors[0].dtype, device=tensors[0].device)
+    length = -(-max(end, align) // (slices * align)) * slices * align
+    flat = torch.zeros(length, dtype=tensors[0].dtype, device=tensors[0].device)
     for start, tensor in zip(starts, tensors, strict=True):
         view = flat.as_strided(tensor.shape, tensor.stride(), start)
         view.copy_(tensor.data)

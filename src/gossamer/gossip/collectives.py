@@ -136,6 +136,21 @@ class Collectives:
 
         return compare
 
+    def begin_all_gather(self, bucket: Tensor) -> Callable[[], None]:
+        """Begin to fill a bucket with every rank's slice of it; return what waits for them.
+
+        Args:
+            bucket: as many slices of one length as there are ranks, of which this rank's is there.
+        """
+        self._detector.raise_failure()
+        as_bytes = bucket.view(torch.uint8)  # any dtype travels as bytes
+        own = as_bytes.chunk(self.size)[self.rank]
+        gather = self._group._allgather_base  # pyright: ignore[reportPrivateUsage]
+        wait = self._connections.begin(
+            lambda: gather(as_bytes, own), "the slices of a bucket", self._others
+        )
+        return lambda: self._wait_in(wait)
+
     def broadcast_(self, tensor: Tensor) -> None:
         """Replace the tensor by rank 0's."""
         received = tensor.detach().clone(memory_format=torch.contiguous_format)

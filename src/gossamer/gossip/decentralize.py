@@ -23,6 +23,7 @@ from gossamer.gossip.handshake import (
     MOST_ROUNDS_COMPARED,
     declining_on_error,
     facts_about,
+    facts_about_bits,
     facts_about_shards,
     rounds_digest,
     shake_hands,
@@ -35,7 +36,7 @@ from gossamer.gossip.notices import NoticeBoard
 from gossamer.gossip.rank_context import RankContext
 from gossamer.gossip.rank_meter import RankMeter
 from gossamer.gossip.replica import Replica
-from gossamer.gossip.shards import local, shard_group
+from gossamer.gossip.shards import local
 from gossamer.gossip.step import Step
 from gossamer.gossip.within import Within
 from gossamer.gossip.worker import Worker
@@ -46,6 +47,11 @@ from gossamer.optim import auto_window, tell_num_workers
 from gossamer.topology import Round, Schedule, as_schedule
 
 _log = logging.getLogger(__name__)
+
+_ONE_REPLICA = (
+    "; ranks within a node hold one replica: wrap the model in DDP, which makes it the same on all "
+    "of them, before decentralize()"
+)
 
 _ADVICE = (
     "%s on each worker's own small batch learns less per step than on averaged gradients; "
@@ -59,6 +65,7 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
     topology: str | Round | Schedule = "one_peer_exponential",
     *,
     process_group: ProcessGroup | DeviceMesh | None = None,
+    within: ProcessGroup | DeviceMesh | None = None,
     algorithm: str = "",
     order: str = "",
     every: int = 1,
@@ -86,6 +93,8 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
         process_group: the ranks that take part, as a group or a mesh of one dimension; by default
             all, and without any initialized one this process alone, where no launcher has started
             others. With DDP or FSDP2 inside a node: the ranks with this rank's place in each node.
+        within: with DDP inside a node, the ranks that it connects: each then exchanges its slice of
+            the parameters, so that a node sends one copy of the model and not one per rank.
         algorithm: what a step does with rounds: ``"awc"``, the default, hides the exchange behind
             the next step's computation; ``"atc"`` mixes after the update and waits for it; others
             are in ``gossamer.algorithms.ALGORITHMS``.
@@ -112,9 +121,9 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
     group = preconditions.to_group(process_group, model)
     board = NoticeBoard(group, timeout)
     with declining_on_error(board):
-        within = Within(shard_group(model, group), timeout)
+        node = Within(preconditions.to_within(within, model, group), timeout)
     # - Parse and check
-    with declining_on_error(board, *within.boards):
+    with declining_on_error(board, *node.boards):
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
         chosen = parse_algorithm(algorithm, order)
         given = as_schedule(topology, group.size())
@@ -145,24 +154,24 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
             "norms_every": str(norms_every),
             "nonfinite_rounds": str(nonfinite_rounds),
             "the number of optimizers": str(len(optimizers)),
-            "the number of ranks within a node": str(within.size),
+            "the number of ranks within a node": str(node.size),
             **facts_about(model),
         }
     # - Compare with all ranks; first within the node, for who differs there must tell all nodes
     with declining_on_error(board):
-        for inner in within.boards:
-            shake_hands(inner, facts)
+        for inner in node.boards:
+            shake_hands(inner, facts | facts_about_bits(model), _ONE_REPLICA)
     shake_hands(board, facts | facts_about_shards(model))
     # - Connect, and become rank 0's
     detector = FailureDetector(board)
     detector.watch()
     with detector.leaving_on_error(), torch.no_grad():
         network = Network(group, detector, trained[0].device, rounds=_rounds_to_connect(exchanged))
-        within.open(trained[0].device)
+        node.open(trained[0].device)
         for tensor in map(local, (*model.parameters(), *model.buffers())):
             if tensor.numel():
                 network.collectives.broadcast_(tensor)
-        replica = Replica(model, trained, rule, bucket_mb, chosen, within)
+        replica = Replica(model, trained, rule, bucket_mb, chosen, node)
         # - Put the step together, and hook it up
         mixers: dict[str, Mixer] = {}
         num_tags = 0
@@ -179,7 +188,7 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
                     limit,
                     detector,
                     network.telemetry,
-                    within,
+                    node,
                 ),
                 changing,
                 first_tag=num_tags,
@@ -191,7 +200,13 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
             if isinstance(each, Adam) and network.rank == 0 and auto_window(network.size) > 1:
                 decoupled = each.defaults.get("decoupled_weight_decay")
                 _log.info(_ADVICE, type(each).__name__, "W" if decoupled else "")
-        meter = RankMeter(trained, optimizers, network.collectives, replica.weight, within)
+        meter = RankMeter(
+            trained,
+            optimizers,
+            network.collectives,
+            replica.weight,
+            node if replica.is_sharded else None,
+        )
         source = make_source(meter)
         guard = Guard(model, optimizers, trained)
         wrappers = WrapperWatch(trained, group)
@@ -200,7 +215,7 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
         context = RankContext(trained, names, chosen, optimizers, replica, mixers, source)
         step = Step(optimizers, chosen, context, guard, wrappers, meter, norm_steps)
         model_state = ModelState(model, network.rank, network.size)
-        worker = Worker(replica, step, context.mixer, network, model_state, within)
+        worker = Worker(replica, step, context.mixer, network, model_state, node)
         return Gossip(schedule, source, meter, worker)
 
 

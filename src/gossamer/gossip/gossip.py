@@ -102,8 +102,8 @@ class Gossip:
         with self._worker.collective("consensus_distance()"):
             self._worker.replica.collect()
             squared = torch.zeros(1, dtype=torch.float64, device=self._worker.replica.device)
-            for bucket in self._worker.replica.buckets:
-                difference = average(bucket).sub_(bucket)
+            for sent in self._worker.replica.sent:
+                difference = average(sent).sub_(sent)
                 squared += torch.linalg.vector_norm(difference, dtype=torch.float64) ** 2
             return float(self._worker.within.total(average(squared), "the distance").sqrt())
 
@@ -245,6 +245,12 @@ class Gossip:
             _log.warning("continuing a run on %s with %s", state["topology"], self.schedule.name)
         with self._worker.collective("load_state_dict()"):
             steps = self._worker.begin_gather(state["num_steps"], "the loaded number of steps")()
+        of_node = self._worker.within.gather(state["num_steps"], "the loaded number of steps")
+        if len({*of_node}) > 1:
+            raise UserError(
+                f"all ranks within a node must load the state of one step, got steps {of_node}; "
+                "choose a checkpoint that all of them have"
+            )
         if len(set(steps)) > 1:
             raise UserError(
                 f"all ranks must load the state of one step, got steps {steps} on ranks 0 to "

@@ -17,8 +17,8 @@ from gossamer.errors import UserError
 from gossamer.gossip.alone import group_of_one, is_alone
 from gossamer.gossip.buckets import is_dense
 from gossamer.gossip.guard import held_by, is_guarded
-from gossamer.gossip.shards import is_a, local
-from gossamer.gossip.wrapper_watch import ranks_shared_with
+from gossamer.gossip.shards import is_a, local, shard_group
+from gossamer.gossip.wrapper_watch import is_wrapped_over, ranks_in_both, ranks_shared_with
 
 _log = logging.getLogger(__name__)
 
@@ -31,15 +31,8 @@ def check_positive(name: str, value: object, positive: bool) -> None:
 
 def to_group(process_group: ProcessGroup | DeviceMesh | None, model: nn.Module) -> ProcessGroup:
     """Return the group of the ranks that take part; of this one where it is the only process."""
-    if isinstance(process_group, DeviceMesh):
-        if process_group.ndim != 1:
-            raise UserError(
-                f"a mesh must have one dimension, got {process_group.ndim}; pass the part along "
-                "which replicas differ, as in mesh['replica']"
-            )
-        return process_group.get_group()
     if process_group is not None:
-        return process_group
+        return _group_of(process_group, "along which replicas differ, as in mesh['replica']")
     if not dist.is_available() or not dist.is_initialized():
         # Other devices travel over the backend of torch's own group, which must be there.
         if is_alone() and all(p.device.type == "cpu" for p in model.parameters()):
@@ -51,6 +44,49 @@ def to_group(process_group: ProcessGroup | DeviceMesh | None, model: nn.Module) 
         )
     group = dist.group.WORLD
     assert group is not None
+    return group
+
+
+def _group_of(group: ProcessGroup | DeviceMesh, meant: str) -> ProcessGroup:
+    if not isinstance(group, DeviceMesh):
+        return group
+    if group.ndim != 1:
+        raise UserError(f"a mesh must have one dimension, got {group.ndim}; pass the part {meant}")
+    return group.get_group()
+
+
+def to_within(
+    within: ProcessGroup | DeviceMesh | None, model: nn.Module, between: ProcessGroup
+) -> ProcessGroup | None:
+    """Return the ranks that one replica is on; none where it is on this rank alone.
+
+    Args:
+        within: what a user gave: ranks that hold the same replica, because DDP connects them.
+        model: where it is sharded, it knows the ranks by itself.
+        between: the ranks that gossip.
+    """
+    sharded_over = shard_group(model, between)
+    if within is None:
+        return sharded_over
+    if sharded_over is not None:
+        raise UserError(
+            "within= is for ranks that hold a whole replica each, got it with a model whose shards "
+            "name their ranks; leave it out"
+        )
+    group = _group_of(within, "inside a node, as in mesh['within']")
+    ranks = {*dist.get_process_group_ranks(group)}
+    if shared := ranks_in_both(ranks, between):
+        raise UserError(
+            "the ranks within a node must not gossip with each other, got ranks "
+            f"{shared} in both groups; with a mesh of nodes and ranks, within=mesh['within'] and "
+            "process_group=mesh['between']"
+        )
+    if len(ranks) > 1 and not is_wrapped_over(ranks, model):
+        raise UserError(
+            "the ranks within a node must average their gradients, got within= with a model that "
+            f"no DDP over ranks {sorted(ranks)} wraps; make the wrapper before decentralize(), by "
+            "DistributedDataParallel(model, process_group=...), or leave within= out"
+        )
     return group
 
 

@@ -20,8 +20,12 @@ from gossamer.normalization import StatisticsRule, running_statistics
 class Replica:
     """Holds the parameters of one worker in buckets, until it is released.
 
-    Parameters become views of buckets. Shards stay where FSDP2 has them, and buckets are copies of
-    them: ``collect`` copies in before an exchange, ``spread`` copies out what it was mixed to.
+    Parameters become views of buckets, which are exchanged. Two things may be otherwise:
+
+    - Shards stay where FSDP2 has them, and buckets are copies of them: ``collect`` copies in before
+      an exchange, ``spread`` copies out what it was mixed to.
+    - Where several ranks hold the same replica, each exchanges its slice of every bucket, and
+      ``spread`` gathers the slices that the others have mixed. So all of them keep the same bits.
 
     Args:
         model: whose running statistics are mixed or averaged.
@@ -29,7 +33,7 @@ class Replica:
         rule: what happens to running statistics.
         bucket_mb: size of a bucket in megabytes.
         algorithm: what it keeps besides parameters.
-        within: the ranks that hold other shards of the parameters.
+        within: the ranks that hold other shards of the parameters, or the same parameters.
     """
 
     def __init__(
@@ -47,7 +51,9 @@ class Replica:
         self._trained = trained
         self._sharded = sharded_modules(model) if any(map(is_sharded, trained)) else []
         self._copies = [shard.clone() for shard in locals_of(trained) if self._sharded]
-        self.buckets = flatten_(self._copies or trained, bucket_mb)
+        self._is_sliced = self._within.size > 1 and not self._sharded
+        slices = self._within.size if self._is_sliced else 1
+        self.buckets = flatten_(self._copies or trained, bucket_mb, slices)
         self.changing = flatten_(statistics, bucket_mb) if rule.mixed else []
         """Buckets of statistics, which a forward pass changes while they are sent."""
         self._flattened = [
@@ -61,11 +67,19 @@ class Replica:
         self.weighted = algorithm.weighted
         self.weight = torch.ones(1, dtype=torch.float64, device=self.device)
         """How much of the sum of all workers' parameters this worker has, where it is weighted."""
-        self.exchanged = {
-            PARAMETERS: [*self.buckets, *([self.weight] if self.weighted else [])],
-            **{name: flatten_(self.states[name], bucket_mb) for name in algorithm.tracked},
+        self._held = {
+            PARAMETERS: self.buckets,
+            **{name: flatten_(self.states[name], bucket_mb, slices) for name in algorithm.tracked},
         }
-        """Buckets by state."""
+        self.exchanged = {
+            state: [*map(self._within.slice_of, buckets)] if self._is_sliced else [*buckets]
+            for state, buckets in self._held.items()
+        }
+        """What is exchanged, by state: buckets, or slices of them."""
+        self.sent = [*self.exchanged[PARAMETERS]]
+        """Of the parameters; all ranks within a node together send all of them."""
+        if self.weighted:
+            self.exchanged[PARAMETERS].append(self.weight)
 
     @property
     def is_released(self) -> bool:
@@ -93,7 +107,9 @@ class Replica:
     @torch.no_grad()
     def spread(self, state: str = PARAMETERS) -> None:
         """Let the parameters be what their buckets have been mixed to."""
-        if self._sharded and state == PARAMETERS:
+        if self._is_sliced:
+            self._within.all_gather_(self._held[state])
+        elif self._sharded and state == PARAMETERS:
             for copy, shard in zip(self._copies, locals_of(self._trained), strict=True):
                 shard.copy_(copy)
 
@@ -107,12 +123,12 @@ class Replica:
         reshard(self._sharded)
         self.collect()
         weight, mean = self.weight, average(self.weight) if self.weighted else self.weight
-        for bucket in self.buckets:
+        for bucket, sent in zip(self.buckets, self.sent, strict=True):
             if not self.weighted:
-                yield from self._targets_of(bucket, average(bucket))
+                yield from self._targets_of(bucket, average(sent))
             else:
-                weighted = average(bucket * weight.to(bucket.dtype))
-                yield from self._targets_of(bucket, weighted.div_(mean.to(bucket.dtype)))
+                weighted = average(sent * weight.to(sent.dtype))
+                yield from self._targets_of(bucket, weighted.div_(mean.to(sent.dtype)))
         if self._averaged:
             # Many and small: one message for all of them.
             means = average(torch.cat([buffer.flatten() for buffer in self._averaged]))
@@ -124,7 +140,7 @@ class Replica:
     def _targets_of(self, bucket: Tensor, mean: Tensor) -> Generator[tuple[Tensor, Tensor]]:
         """Yield what is to become a mean: the bucket, or the shards that it is a copy of."""
         if not self._sharded:
-            yield bucket, mean
+            yield bucket, self._within.whole_of(mean) if self._is_sliced else mean
             return
         for shard, copy in zip(locals_of(self._trained), self._copies, strict=True):
             if copy.untyped_storage().data_ptr() == bucket.data_ptr():
@@ -150,5 +166,5 @@ class Replica:
         flattened, self._flattened = self._flattened, []
         self.buckets, self.changing, self._averaged = [], [], []
         self._trained, self._copies, self._sharded = [], [], []
-        self.states, self.exchanged = {}, {}
+        self.states, self.exchanged, self._held, self.sent = {}, {}, {}, []
         unflatten_(flattened)

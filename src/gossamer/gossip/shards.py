@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from gossamer.errors import UserError
+from gossamer.gossip.wrapper_watch import ranks_in_both
 
 _TENSOR, _FSDP = "torch.distributed.tensor", "torch.distributed.fsdp"
 
@@ -105,11 +106,10 @@ def shard_group(model: nn.Module, between: ProcessGroup) -> ProcessGroup | None:
                 "fully_shard() on the whole model after its parts"
             )
     group = meshes[0].get_group()
-    shared = {*dist.get_process_group_ranks(group)} & {*dist.get_process_group_ranks(between)}
-    if len(shared) > 1:
+    if shared := ranks_in_both(dist.get_process_group_ranks(group), between):
         raise UserError(
             "FSDP and gossip must not connect the same ranks, got a model sharded over ranks "
-            f"{sorted(shared)} of the gossip's group; with a mesh of nodes and ranks, "
+            f"{shared} of the gossip's group; with a mesh of nodes and ranks, "
             "fully_shard(model, mesh=mesh['within']) and process_group=mesh['between']"
         )
     return group

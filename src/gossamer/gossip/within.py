@@ -7,6 +7,7 @@ here, on connections of their own: the same bits on every rank, whose decisions 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import final
 
@@ -75,6 +76,29 @@ class Within:
             return norms
         squares = torch.from_numpy(np.square(norms)).to(self._device)
         return self.total(squares, what).sqrt().numpy(force=True)
+
+    def slice_of(self, bucket: Tensor) -> Tensor:
+        """Return this rank's slice of a bucket, which shares its memory."""
+        return bucket.chunk(self.size)[self.place]
+
+    def all_gather_(self, buckets: Sequence[Tensor]) -> None:
+        """Replace the slices of the other ranks in buckets by what these have there."""
+        if self._network is not None:
+            for wait in [*map(self._network.collectives.begin_all_gather, buckets)]:
+                wait()
+
+    def whole_of(self, own: Tensor) -> Tensor:
+        """Return what the slices of all ranks are together."""
+        whole = own.new_empty(self.size * len(own))
+        self.slice_of(whole).copy_(own)
+        self.all_gather_([whole])
+        return whole
+
+    def gather(self, value: int, what: str) -> list[int]:
+        """Return every one of these ranks' numbers."""
+        if self._network is None:
+            return [value]
+        return self._network.collectives.begin_gather(value, f"{what} within the node")()
 
     # - The end
 

@@ -12,7 +12,7 @@ from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
@@ -23,9 +23,23 @@ from gossamer.gossip.instances import instances_of
 
 def ranks_shared_with(ddp: DistributedDataParallel, process_group: ProcessGroup) -> list[int]:
     """Return the ranks that a wrapper connects as a process group does, if more than this one."""
-    of_ddp = dist.get_process_group_ranks(ddp.process_group)
-    shared = set(of_ddp) & set(dist.get_process_group_ranks(process_group))
+    return ranks_in_both(dist.get_process_group_ranks(ddp.process_group), process_group)
+
+
+def ranks_in_both(ranks: Iterable[int], process_group: ProcessGroup) -> list[int]:
+    """Return the ranks that are also in a process group, if more than this one."""
+    shared = {*ranks} & {*dist.get_process_group_ranks(process_group)}
     return sorted(shared) if len(shared) > 1 else []
+
+
+def is_wrapped_over(ranks: set[int], model: nn.Module) -> bool:
+    """Whether a wrapper averages all gradients of a model over these ranks."""
+    trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+    return any(
+        trained <= {id(parameter) for parameter in ddp.parameters()}
+        and {*dist.get_process_group_ranks(ddp.process_group)} == ranks
+        for ddp in instances_of(DistributedDataParallel)
+    )
 
 
 @final
