@@ -69,6 +69,7 @@ class _Virtual:
                 every=spec.every,
                 gossip_steps=spec.gossip_steps,
                 control=spec.control,
+                wire=spec.wire,
                 dtype=dtype,
                 seed=spec.seed,
                 memory_gb=memory_gb,

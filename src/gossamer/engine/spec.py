@@ -44,6 +44,7 @@ from gossamer.registry import Part, PlugInError
 from gossamer.topology import Schedule
 from gossamer.topology.graphs import MAX_WORKERS
 from gossamer.topology.schedules import MAX_EVERY
+from gossamer.wire import parse_wire
 from gossamer.workloads import Data, Workload
 
 CENTRALIZED = "centralized"
@@ -52,6 +53,9 @@ CENTRALIZED = "centralized"
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 Count: TypeAlias = Annotated[int, Field(ge=1, le=10**9)]
+
+_LATER_FIELDS = {"every": 1, "validation_share": 0.0, "clip_norm": 0.0, "wire": "fp32"}
+"""Which are no part of an id where they are as before there were any, and what that is."""
 
 _FROM_RECIPE: Any = Field(default=None)  # never None once made: see RunSpec._take_recipe
 
@@ -81,6 +85,9 @@ class RunSpec(BaseModel):
     gossip_steps: int = Field(default=1, ge=1, le=1000)
     control: str = "plain"
     """A name in ``consensus.catalogue.CONTROLS``, with arguments."""
+
+    wire: str = "fp32"
+    """What of parameters travels: a name in ``wire.WIRES``, with arguments."""
 
     seed: int = Field(default=0, ge=0, lt=2**63)
     dtype: Literal["float32", "float64"] = "float32"
@@ -194,11 +201,11 @@ class RunSpec(BaseModel):
             algorithm = self.make_algorithm()
             make_round_source(self.control, self.schedule, algorithm, self.gossip_steps, self.every)
             algorithm.check_optimizers([self.make_optimizer([torch.nn.Parameter(torch.zeros(1))])])
-        elif self.control != "plain" or self.every != 1 or self.algorithm not in ORDERS:
-            given = {"control": self.control, "every": self.every, "algorithm": self.algorithm}
+            parse_wire(self.wire).check(algorithm, self.schedule)
+        elif given := self._not_centralized:
             raise UserError(
-                "centralized training averages gradients at every step, with nothing to control "
-                f"or to choose, got {given}; leave out what is not the default"
+                "centralized training averages gradients at every step, in full, with nothing to "
+                f"control or to choose, got {given}; leave it out"
             )
         averages = self.topology == "complete" and self.algorithm == "atc"
         if self.outer_lr is not None and not averages:
@@ -206,6 +213,17 @@ class RunSpec(BaseModel):
                 f"an outer step follows averages of all workers under atc, got {self.topology} "
                 f"under {self.algorithm}; use topology 'complete', algorithm 'atc' and every=16"
             )
+
+    @property
+    def _not_centralized(self) -> dict[str, Any]:
+        """What centralized training knows nothing of, where it is not the default."""
+        default = {"control": "plain", "every": 1, "wire": "fp32"}
+        own = {name: getattr(self, name) for name in (*default, "algorithm")}
+        return {
+            name: value
+            for name, value in own.items()
+            if value != default.get(name, value if value in ORDERS else "")
+        }
 
     @property
     def id(self) -> str:
@@ -220,14 +238,11 @@ class RunSpec(BaseModel):
             fields["order"] = fields.pop("algorithm")  # runs of before there were others
             if self.topology == "complete" and self.every > 1:
                 fields["topology"] = f"local_sgd(every={fields.pop('every')})"
-        if self.every == 1:
-            del fields["every"]
         if self.evaluate_samples == self.make_workload().recipe.evaluate_samples:
             del fields["evaluate_samples"]  # runs of before it was a field keep their ids
-        if not self.validation_share:
-            del fields["validation_share"]  # as well
-        if not self.clip_norm:
-            del fields["clip_norm"]
+        for name, default in _LATER_FIELDS.items():  # as well
+            if fields.get(name) == default:
+                del fields[name]
         if self.optimizer in OPTIMIZER_VERSIONS:
             fields["optimizer_version"] = OPTIMIZER_VERSIONS[self.optimizer]
         fields["optimizer_options"] = {  # 1 and 1.0 are one setting

@@ -44,6 +44,7 @@ from gossamer.nonfinite import check_limit
 from gossamer.normalization import rule_of
 from gossamer.optim import auto_window, tell_num_workers
 from gossamer.topology import Round, Schedule, as_schedule
+from gossamer.wire import check_bucket, parse_wire
 
 _log = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
     gossip_steps: int = 1,
     control: str | Policy | Target = "plain",
     buffers: str = "average",
+    wire: str = "fp32",
     bucket_mb: float = 25.0,
     norms_every: int = 0,
     nonfinite_rounds: int = 10,
@@ -98,6 +100,8 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
         buffers: running statistics of normalization layers are ``"average"``: local, and averaged
             by ``averaged()`` and ``finalize()``; ``"local"``: never touched; or ``"mix"``: mixed
             at every step, as parameters are. Other buffers stay as they are.
+        wire: what of parameters travels: ``"fp32"``, all as they are; ``"bf16"``; or
+            ``"modulo(bits=8)"`` and 4, a quarter and an eighth of it; see ``gossamer.wire``.
         bucket_mb: size of a bucket in megabytes.
         norms_every: once in so many steps ``last_norms`` is measured, at the last of them that the
             schedule mixes; 0 for never.
@@ -125,7 +129,10 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
         make_source = make_round_source(control, schedule, chosen, gossip_steps, every)
         rule = rule_of(buffers)
         chosen.check_statistics(mixed=rule.mixed)
-        preconditions.check_positive("bucket_mb", bucket_mb, bucket_mb > 0)
+        format = parse_wire(wire)
+        format.check(chosen, schedule)
+        preconditions.check_device(format, trained[0].device)
+        check_bucket(bucket_mb)
         norm_steps = NormSteps(schedule, chosen.overlaps, norms_every)
         check_limit(nonfinite_rounds)
         limit = chosen.most_nonfinite(nonfinite_rounds)
@@ -140,6 +147,7 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
             "gossip_steps": str(gossip_steps),
             "control": name_of(control),
             "buffers": buffers,
+            "wire": repr(format),
             "bucket_mb": str(bucket_mb),
             "norms_every": str(norms_every),
             "nonfinite_rounds": str(nonfinite_rounds),
@@ -166,8 +174,9 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
         mixers: dict[str, Mixer] = {}
         num_tags = 0
         for state, buckets in replica.exchanged.items():
+            exact = replica.exact if state == PARAMETERS else ()
             changing = replica.changing if state == PARAMETERS else ()
-            sent = [*buckets, *changing]
+            sent = [*buckets, *exact, *changing]
             mixers[state] = Mixer(
                 buckets,
                 network,
@@ -180,7 +189,9 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
                     network.telemetry,
                     within,
                 ),
-                changing,
+                format,
+                exact=exact,
+                changing=changing,
                 first_tag=num_tags,
                 compares_rounds=compares_rounds,
             )

@@ -222,6 +222,7 @@ class Gossip:
             "topology": self.schedule.name,
             "control": self._source.state_dict(),
             **self._step.algorithm_state(),
+            **self._step.wire_state(),
             **self._step.norms_state(),
         }
 
@@ -253,6 +254,7 @@ class Gossip:
         self._step.num_steps = state["num_steps"]
         self._step.load_norms(state, self.num_workers)
         self._step.load_algorithm(state)
+        self._step.load_wire(state)
         self._source.load_state_dict(state["control"], self.num_steps)
         if not self._step.paused_by:  # or the end of drained() does it
             self._step.restart()

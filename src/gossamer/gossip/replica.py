@@ -61,8 +61,10 @@ class Replica:
         self.weighted = algorithm.weighted
         self.weight = torch.ones(1, dtype=torch.float64, device=self.device)
         """How much of the sum of all workers' parameters this worker has, where it is weighted."""
+        self.exact = [self.weight] if self.weighted else []
+        """Exchanged with the parameters, in full."""
         self.exchanged = {
-            PARAMETERS: [*self.buckets, *([self.weight] if self.weighted else [])],
+            PARAMETERS: self.buckets,
             **{name: flatten_(self.states[name], bucket_mb) for name in algorithm.tracked},
         }
         """Buckets by state."""
