@@ -167,6 +167,9 @@ METHODS: dict[str, Setup] = {
     "gossamer(one_peer_exponential, bf16)": partial(one_peer, wire="bf16"),
     "gossamer(one_peer_exponential, 8 bits)": partial(one_peer, wire="modulo(bits=8)"),
     "gossamer(one_peer_exponential, 4 bits)": partial(one_peer, wire="modulo(bits=4)"),
+    "gossamer(one_peer_exponential, 8 bits, 4 fragments)": partial(
+        one_peer, wire="modulo(bits=8)", fragments=4
+    ),
     "gossamer(ring, 8 bits)": partial(gossip, topology="ring", wire="modulo(bits=8)"),
     "gossamer(aer)": partial(gossip, topology="aer(workers_per_node=2)"),
 }

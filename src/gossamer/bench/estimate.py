@@ -56,6 +56,7 @@ class _Kind(NamedTuple):
     optimizer: str
     control: str
     wire: str
+    fragments: int
     batch_size: int
     dtype: str
     evaluate_replicas: int
@@ -154,7 +155,7 @@ def _recorded(store: Store, kinds: Container[_Kind]) -> dict[_Kind, float]:
         if started is None or ended is None or ended.steps == 0:
             continue
         # A field that older records lack makes a kind of no run.
-        fields = {"wire": "fp32", **started.spec}  # of before there were others
+        fields = {"wire": "fp32", "fragments": 1, **started.spec}  # of before there were others
         kind = _Kind(*(fields.get(name) for name in _Kind._fields))  # pyright: ignore[reportArgumentType]
         if kind in kinds:
             found[kind].append(ended.train_s / ended.steps)

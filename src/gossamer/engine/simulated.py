@@ -70,6 +70,7 @@ class _Virtual:
                 gossip_steps=spec.gossip_steps,
                 control=spec.control,
                 wire=spec.wire,
+                fragments=spec.fragments,
                 dtype=dtype,
                 seed=spec.seed,
                 memory_gb=memory_gb,

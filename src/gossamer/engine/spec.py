@@ -43,7 +43,7 @@ from gossamer.records import WorkloadFacts
 from gossamer.registry import Part, PlugInError
 from gossamer.topology import Schedule
 from gossamer.topology.graphs import MAX_WORKERS
-from gossamer.topology.schedules import MAX_EVERY
+from gossamer.topology.schedules import MAX_EVERY, MAX_FRAGMENTS
 from gossamer.wire import parse_wire
 from gossamer.workloads import Data, Workload
 
@@ -54,7 +54,13 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 Count: TypeAlias = Annotated[int, Field(ge=1, le=10**9)]
 
-_LATER_FIELDS = {"every": 1, "validation_share": 0.0, "clip_norm": 0.0, "wire": "fp32"}
+_LATER_FIELDS = {
+    "every": 1,
+    "validation_share": 0.0,
+    "clip_norm": 0.0,
+    "wire": "fp32",
+    "fragments": 1,
+}
 """Which are no part of an id where they are as before there were any, and what that is."""
 
 _FROM_RECIPE: Any = Field(default=None)  # never None once made: see RunSpec._take_recipe
@@ -88,6 +94,9 @@ class RunSpec(BaseModel):
 
     wire: str = "fp32"
     """What of parameters travels: a name in ``wire.WIRES``, with arguments."""
+
+    fragments: int = Field(default=1, ge=1, le=MAX_FRAGMENTS)
+    """Of the parameters, of which each exchange is one in turn."""
 
     seed: int = Field(default=0, ge=0, lt=2**63)
     dtype: Literal["float32", "float64"] = "float32"
@@ -199,7 +208,14 @@ class RunSpec(BaseModel):
     def _check_together(self) -> None:
         if self.topology != CENTRALIZED:
             algorithm = self.make_algorithm()
-            make_round_source(self.control, self.schedule, algorithm, self.gossip_steps, self.every)
+            make_round_source(
+                self.control,
+                self.schedule,
+                algorithm,
+                self.gossip_steps,
+                self.every,
+                self.fragments,
+            )
             algorithm.check_optimizers([self.make_optimizer([torch.nn.Parameter(torch.zeros(1))])])
             parse_wire(self.wire).check(algorithm, self.schedule)
         elif given := self._not_centralized:
@@ -217,7 +233,7 @@ class RunSpec(BaseModel):
     @property
     def _not_centralized(self) -> dict[str, Any]:
         """What centralized training knows nothing of, where it is not the default."""
-        default = {"control": "plain", "every": 1, "wire": "fp32"}
+        default = {"control": "plain", "every": 1, "wire": "fp32", "fragments": 1}
         own = {name: getattr(self, name) for name in (*default, "algorithm")}
         return {
             name: value
@@ -284,7 +300,12 @@ class RunSpec(BaseModel):
     def schedule(self) -> Schedule:
         """The rounds of a decentralized run, step by step."""
         return adapted_schedule(
-            self.algorithm, self.topology, self.workers, self.steps_per_epoch, self.every
+            self.algorithm,
+            self.topology,
+            self.workers,
+            self.steps_per_epoch,
+            self.every,
+            self.fragments,
         )
 
     def make_algorithm(self) -> Algorithm:
@@ -382,11 +403,16 @@ def _look_up(field: str, text: str, steps_per_epoch: int) -> Part[Any]:
 
 @lru_cache(maxsize=256)
 def adapted_schedule(
-    algorithm: str, topology: str, workers: int, steps_per_epoch: int, every: int
+    algorithm: str,
+    topology: str,
+    workers: int,
+    steps_per_epoch: int,
+    every: int,
+    fragments: int = 1,
 ) -> Schedule:
     """Return the rounds that an algorithm makes of a topology's, step by step."""
     return parse_algorithm(algorithm).adapt(
-        make_schedule(topology, workers, steps_per_epoch), every
+        make_schedule(topology, workers, steps_per_epoch), every, fragments
     )
 
 

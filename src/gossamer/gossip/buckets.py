@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from gossamer.wire import MEGABYTE, bucket_indices
+from gossamer.wire import bucket_indices
 
 _ALIGN_BYTES = 64
 """Views start at multiples of this, so that vectorized kernels run on them as on fresh tensors."""
@@ -26,7 +26,7 @@ def flatten_(tensors: Iterable[Tensor], bucket_mb: float) -> list[Tensor]:
         bucket_mb: where a bucket is full, in megabytes; a larger tensor gets one of its own.
     """
     tensors = [*tensors]
-    buckets = bucket_indices(tensors, bucket_mb * MEGABYTE)
+    buckets = bucket_indices(tensors, bucket_mb)
     return [_move_into_bucket_([tensors[i] for i in indices]) for indices in buckets]
 
 

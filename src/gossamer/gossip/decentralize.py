@@ -35,7 +35,7 @@ from gossamer.gossip.notices import NoticeBoard
 from gossamer.gossip.rank_context import RankContext
 from gossamer.gossip.rank_meter import RankMeter
 from gossamer.gossip.replica import Replica
-from gossamer.gossip.shards import local, shard_group
+from gossamer.gossip.shards import local, locals_of, shard_group
 from gossamer.gossip.step import Step
 from gossamer.gossip.within import Within
 from gossamer.gossip.worker import Worker
@@ -44,7 +44,7 @@ from gossamer.nonfinite import check_limit
 from gossamer.normalization import rule_of
 from gossamer.optim import auto_window, tell_num_workers
 from gossamer.topology import Round, Schedule, as_schedule
-from gossamer.wire import check_bucket, parse_wire
+from gossamer.wire import Packing, parse_wire
 
 _log = logging.getLogger(__name__)
 
@@ -67,6 +67,7 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
     control: str | Policy | Target = "plain",
     buffers: str = "average",
     wire: str = "fp32",
+    fragments: int = 1,
     bucket_mb: float = 25.0,
     norms_every: int = 0,
     nonfinite_rounds: int = 10,
@@ -102,6 +103,8 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
             at every step, as parameters are. Other buffers stay as they are.
         wire: what of parameters travels: ``"fp32"``, all as they are; ``"bf16"``; or
             ``"modulo(bits=8)"`` and 4, a quarter and an eighth of it; see ``gossamer.wire``.
+        fragments: under awc and atc an exchange is of one of so many parts of the parameters, in
+            turn: as many bytes less at a time.
         bucket_mb: size of a bucket in megabytes.
         norms_every: once in so many steps ``last_norms`` is measured, at the last of them that the
             schedule mixes; 0 for never.
@@ -122,17 +125,17 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
         chosen = parse_algorithm(algorithm, order)
         given = as_schedule(topology, group.size())
-        schedule, exchanged = chosen.adapt(given, every), chosen.adapt(given)
+        schedule, exchanged = chosen.adapt(given, every, fragments), chosen.adapt(given)
         chosen.check_optimizers(optimizers)
         preconditions.check_wrapper(model, group)
         trained = preconditions.trained_parameters(model, optimizers)
-        make_source = make_round_source(control, schedule, chosen, gossip_steps, every)
+        make_source = make_round_source(control, schedule, chosen, gossip_steps, every, fragments)
         rule = rule_of(buffers)
         chosen.check_statistics(mixed=rule.mixed)
         format = parse_wire(wire)
         format.check(chosen, schedule)
         preconditions.check_device(format, trained[0].device)
-        check_bucket(bucket_mb)
+        packing = Packing([*locals_of(trained)], bucket_mb, fragments, every)
         norm_steps = NormSteps(schedule, chosen.overlaps, norms_every)
         check_limit(nonfinite_rounds)
         limit = chosen.most_nonfinite(nonfinite_rounds)
@@ -148,6 +151,7 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
             "control": name_of(control),
             "buffers": buffers,
             "wire": repr(format),
+            "fragments": str(fragments),
             "bucket_mb": str(bucket_mb),
             "norms_every": str(norms_every),
             "nonfinite_rounds": str(nonfinite_rounds),
@@ -169,7 +173,7 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
         for tensor in map(local, (*model.parameters(), *model.buffers())):
             if tensor.numel():
                 network.collectives.broadcast_(tensor)
-        replica = Replica(model, trained, rule, bucket_mb, chosen, within)
+        replica = Replica(model, trained, rule, packing.bucket_mb, chosen, within)
         # - Put the step together, and hook it up
         mixers: dict[str, Mixer] = {}
         num_tags = 0
@@ -205,7 +209,7 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
         source = make_source(meter)
         guard = Guard(model, optimizers, trained)
         wrappers = WrapperWatch(trained, group)
-        context = RankContext(trained, optimizers, replica, mixers, source)
+        context = RankContext(trained, optimizers, replica, mixers, source, packing)
         step = Step(optimizers, chosen, context, guard, wrappers, meter, norm_steps)
         model_state = ModelState(model, network.rank, network.size)
         worker = Worker(replica, step, context.mixer, network, model_state, within)

@@ -81,6 +81,7 @@ class Mixer:
         self._state = MixerState.IDLE
         self._first_tag = first_tag
         # - What is mixed
+        self._num_buckets = len(buckets)
         self._targets = [*buckets, *exact, *changing]
         self._sources = [*buckets, *exact, *(torch.empty_like(bucket) for bucket in changing)]
         codecs = {b.dtype: wire.codec(b.dtype, b.device) for b in buckets}
@@ -98,7 +99,7 @@ class Mixer:
         self._telemetry = network.telemetry
         self._left_out = left_out
         self._compares_rounds = compares_rounds
-        self._in_flight: list[Exchange | CodedExchange] = []
+        self._in_flight: dict[int, Exchange | CodedExchange] = {}
         self._said_undecoded = False
         self._comparison: Callable[[], None] | None = None
         self._started_at = 0.0
@@ -108,12 +109,20 @@ class Mixer:
         """Where it is; broken from the first failure on, whichever wait it was in."""
         return MixerState.BROKEN if self._detector.broken else self._state
 
-    def start(self, round: Round, step: int, *, agrees_on: str = "") -> None:
-        """Begin to exchange all buckets; returns at once.
+    def start(
+        self,
+        round: Round,
+        step: int,
+        *,
+        buckets: Sequence[int] | None = None,
+        agrees_on: str = "",
+    ) -> None:
+        """Begin to exchange buckets; returns at once.
 
         Args:
             round: who mixes with whom.
             step: the step that will finish it, for whoever asks why it failed.
+            buckets: which of them, by index, besides exact and changing ones; by default all.
             agrees_on: a digest that must be the same on all ranks, which compare it meanwhile.
         """
         self._detector.raise_failure()
@@ -129,25 +138,28 @@ class Mixer:
             if digest:
                 self._comparison = self._collectives.begin_comparison(digest)
             if not is_local:
-                self._begin_exchanges(round, step)
+                self._begin_exchanges(round, step, buckets)
         self._state = MixerState.IN_FLIGHT
 
-    def _begin_exchanges(self, round: Round, step: int) -> None:
+    def _begin_exchanges(self, round: Round, step: int, buckets: Sequence[int] | None) -> None:
         for source, target in zip(self._sources, self._targets, strict=True):
             if source is not target:
                 source.copy_(target)
         sent = self._left_out.sound_or_marks(self._sources, round, step)
+        others = range(self._num_buckets, len(sent))
+        tags = [*(range(self._num_buckets) if buckets is None else buckets), *others]
         reduces = bool(round.reduces[self._transport.rank])
-        coded = {} if reduces else self._parcels
+        coded = [] if reduces else [tag for tag in tags if tag in self._parcels]
         first, marks = self._first_tag, self._left_out.is_self
-        parcels = [(first + tag, parcel) for tag, parcel in coded.items()]
-        begun = iter(self._transport.begin_coded(round, parcels, marks=marks) if parcels else ())
-        for tag, (source, inbox) in enumerate(zip(sent, self._inboxes, strict=True)):
-            self._in_flight.append(
-                next(begun)
-                if tag in coded
-                else self._transport.begin(round, source, inbox, first + tag)
-            )
+        if coded:
+            parcels = [(first + tag, self._parcels[tag]) for tag in coded]
+            begun = self._transport.begin_coded(round, parcels, marks=marks)
+            self._in_flight.update(zip(coded, begun, strict=True))
+        for tag in tags:
+            if tag not in self._in_flight:
+                self._in_flight[tag] = self._transport.begin(
+                    round, sent[tag], self._inboxes[tag], first + tag
+                )
 
     def drain(self) -> None:
         """Wait until nothing is on the wire; the mixing itself is left to ``finish``."""
@@ -155,7 +167,7 @@ class Mixer:
         if self.state is MixerState.IN_FLIGHT:
             with record_function("Mixer::drain"):
                 self._compare()
-                for exchange in self._in_flight:
+                for exchange in self._in_flight.values():
                     self._wait_for(exchange)
                 self._landed(MixerState.DRAINED)
 
@@ -167,7 +179,7 @@ class Mixer:
         )
         with record_function("Mixer::finish"), torch.no_grad():
             self._compare()
-            for tag, exchange in enumerate(self._in_flight):
+            for tag, exchange in self._in_flight.items():
                 if self.state is MixerState.IN_FLIGHT:
                     self._wait_for(exchange)
                 if isinstance(exchange, CodedExchange):
@@ -176,14 +188,14 @@ class Mixer:
                     self._mix(tag, exchange)
             self._landed(MixerState.IDLE)
         if self._in_flight:  # else a local step
-            self._left_out.count(exchange.left_out for exchange in self._in_flight)
-        self._in_flight = []
+            self._left_out.count(exchange.left_out for exchange in self._in_flight.values())
+        self._in_flight = {}
 
     def discard(self) -> None:
         """Wait until nothing is on the wire, and forget what was received, and sent."""
         self.drain()
         self._left_out.forget_norms()
-        self._state, self._in_flight = MixerState.IDLE, []
+        self._state, self._in_flight = MixerState.IDLE, {}
 
     def close(self) -> None:
         """Wait for what is in flight, and let go of all memory."""
@@ -191,7 +203,7 @@ class Mixer:
             if self.state is MixerState.IN_FLIGHT:
                 self.drain()
         finally:
-            self._in_flight, self._inboxes, self._sources, self._targets = [], [], [], []
+            self._in_flight, self._inboxes, self._sources, self._targets = {}, [], [], []
             self._parcels = {}
 
     # - State

@@ -89,23 +89,27 @@ class Replicas:
         return [s.clone() for s in self._statistics.values()] if self._rule.mixed else []
 
     def mix(
-        self, round: Round, coded: Sequence[CodedBucket] = (), sent: Sequence[Tensor] = ()
+        self,
+        round: Round,
+        whole: Sequence[Tensor],
+        coded: Sequence[CodedBucket] = (),
+        sent: Sequence[Tensor] = (),
     ) -> FloatArray:
-        """Mix all parameters with a round, and statistics where they are mixed.
+        """Mix parameters with a round, and statistics where they are mixed.
 
         Workers whose parameters are not finite are left out. Returns the norms of all of them
         before that, [W], NaN of those.
 
         Args:
             round: on as many workers.
-            coded: buckets of the parameters, where they do not travel as they are.
+            whole: those that travel as they are.
+            coded: buckets of the others.
             sent: statistics as neighbours get them, one per statistic; by default as they are.
         """
         norms_W = self.measured_norms(sent)
         away = _not_finite(norms_W)
         for bucket in coded:
             bucket.mix_(round, away)
-        whole = [*self.parameters.values()] if not coded else []
         if not away:
             self._mix(round, whole, sent)
             return norms_W
@@ -125,10 +129,10 @@ class Replicas:
         away = _not_finite(norms_W)
         for bucket in coded:
             bucket.mix_(round, away)
-        if not coded:
-            with _put_back(away, state):
-                for tensor in state:
-                    mix_(tensor, round.without(away) if away else round)
+        whole = state if not coded else []
+        with _put_back(away, whole):
+            for tensor in whole:
+                mix_(tensor, round.without(away) if away else round)
         return norms_W
 
     def measured_norms(self, sent: Sequence[Tensor] = ()) -> FloatArray:

@@ -43,7 +43,7 @@ from gossamer.simulate.update import MakeOptimizer, is_elementwise, make_update
 from gossamer.simulate.workers import AllWorkers
 from gossamer.topology import Round, Schedule, as_schedule
 from gossamer.topology.arrays import FloatArray
-from gossamer.wire import check_bucket, parse_wire
+from gossamer.wire import Packing, parse_wire
 
 
 @final
@@ -67,6 +67,7 @@ class Simulation:
             and averaged by ``average()``; ``"local"``: each worker's own, and worker 0's in
             ``average()``; or ``"mix"``: mixed at every step, as parameters are.
         wire: what of parameters travels, as in ``decentralize``.
+        fragments: of which each exchange is one in turn, as in ``decentralize``.
         bucket_mb: size of a bucket in megabytes, as in ``decentralize``: a message is of one.
         dtype: of parameters, and of floating-point inputs.
         seed: of what forward passes draw; see ``worker_seed``.
@@ -97,6 +98,7 @@ class Simulation:
         control: str | Policy | Target = "plain",
         buffers: str = "average",
         wire: str = "fp32",
+        fragments: int = 1,
         bucket_mb: float = 25.0,
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
@@ -107,17 +109,16 @@ class Simulation:
         nonfinite_rounds: int = 10,
     ) -> None:
         self._algorithm = parse_algorithm(algorithm, order)
-        self.schedule = self._algorithm.adapt(as_schedule(topology, workers), every)
+        self.schedule = self._algorithm.adapt(as_schedule(topology, workers), every, fragments)
         self.num_steps = 0
         """Steps taken so far."""
         make_source = make_round_source(
-            control, self.schedule, self._algorithm, gossip_steps, every
+            control, self.schedule, self._algorithm, gossip_steps, every, fragments
         )
         rule = rule_of(buffers)
         self._algorithm.check_statistics(mixed=rule.mixed)
         format = parse_wire(wire)
         format.check(self._algorithm, self.schedule)
-        check_bucket(bucket_mb)
         check_limit(nonfinite_rounds)
         check_clip_norm(clip_norm)
         self._clip_norm = clip_norm
@@ -125,6 +126,7 @@ class Simulation:
 
         # - One worker
         template = make_template(model, loss, optimizer, workers, dtype, seed, memory_gb, gradients)
+        packing = Packing([*template.trained.values()], bucket_mb, fragments, every)
         elementwise = is_elementwise(optimizer, template.trained.values())
         if self._algorithm.reads_optimizer and not elementwise:
             raise UserError(
@@ -150,7 +152,7 @@ class Simulation:
             self._algorithm,
             self._source,
             format,
-            bucket_mb,
+            packing,
             self._algorithm.most_nonfinite(nonfinite_rounds),
         )
         self._norm_steps = NormSteps(self.schedule, self._algorithm.overlaps, norms_every)

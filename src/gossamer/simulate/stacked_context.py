@@ -21,7 +21,7 @@ from gossamer.simulate.replicas import Replicas
 from gossamer.simulate.template import bytes_of
 from gossamer.simulate.update import Update
 from gossamer.topology import Round
-from gossamer.wire import MEGABYTE, Wire, bucket_indices
+from gossamer.wire import Packing, Wire
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class StackedContext:
         algorithm: what it keeps besides parameters.
         source: gives the rounds of every step.
         wire: what of a state travels.
-        bucket_mb: size of a bucket in megabytes.
+        packing: which tensors travel together, and which of these buckets each step exchanges.
         nonfinite_rounds: after so many rounds in a row in which a worker's parameters are not
             finite, mixing raises; 0 for never.
     """
@@ -48,7 +48,7 @@ class StackedContext:
         algorithm: Algorithm,
         source: RoundSource,
         wire: Wire,
-        bucket_mb: float,
+        packing: Packing,
         nonfinite_rounds: int,
     ) -> None:
         self.parameters: Sequence[Tensor] = list(replicas.parameters.values())
@@ -63,7 +63,7 @@ class StackedContext:
         self._algorithm = algorithm
         # - In which format states travel, and which tensors together
         self._wire = wire
-        self._buckets = bucket_indices((p[0] for p in self.parameters), bucket_mb * MEGABYTE)
+        self._packing = packing
         exchanged = {PARAMETERS: self.parameters} | {n: self._states[n] for n in algorithm.tracked}
         self._coded = {name: self._code(tensors) for name, tensors in exchanged.items()}
         # - Exchanges in flight, by state: the round, and statistics as they are sent
@@ -88,7 +88,7 @@ class StackedContext:
     def _code(self, tensors: Sequence[Tensor]) -> list[CodedBucket]:
         """Return buckets of a state; none where they travel as they are."""
         coded: list[CodedBucket] = []
-        for indices in self._buckets:
+        for indices in self._packing.buckets:
             first = tensors[indices[0]]
             codec = self._wire.codec(first.dtype, first.device)
             if codec is not None:
@@ -151,18 +151,20 @@ class StackedContext:
         if not round.degree and round.num_workers > 1:  # a local step
             return
         self._wire.check_round(round, f"at step {self._step}")
-        replicas, coded = self._replicas, self._coded[state]
-        norms_W = (
-            replicas.mix(round, coded, sent)
-            if state == PARAMETERS
-            else replicas.mix_state(self._states[state], round, coded)
-        )
+        replicas, buckets = self._replicas, self._packing.at(self._step)
+        coded = [self._coded[state][bucket] for bucket in buckets if self._coded[state]]
+        if state == PARAMETERS:
+            indices = [i for bucket in buckets for i in self._packing.buckets[bucket]]
+            whole = [self.parameters[i] for i in indices if not coded]
+            norms_W = replicas.mix(round, whole, coded, sent)
+        else:
+            norms_W = replicas.mix_state(self._states[state], round, coded)
         finite_W = self._watches[state].look(norms_W, self._step)
         if not finite_W.all():
             self.left_out += ~finite_W
             self.mean_moved += not round.symmetric
-        self._bytes_sent += self._bytes_of(round)
-        self._messages_sent += round.messages_sent * len(self._buckets)
+        self._bytes_sent += self._bytes_of(round, buckets)
+        self._messages_sent += round.messages_sent * len(buckets)
         if state == PARAMETERS and replicas.weighted:
             self._weights_sent += round.messages_sent
 
@@ -178,13 +180,13 @@ class StackedContext:
         """Bytes that each worker would have sent so far, [W]."""
         return self._bytes_sent + self._weights_sent * self._replicas.weight.itemsize
 
-    def _bytes_of(self, round: Round) -> npt.NDArray[np.float64]:
-        """Return what each worker sends of one state in a round; an all-reduce is in full."""
-        whole = bytes_of(p[0] for p in self.parameters)
-        coded = 0
-        for indices in self._buckets:
-            tensors = [self.parameters[i][0] for i in indices]
+    def _bytes_of(self, round: Round, buckets: Sequence[int]) -> npt.NDArray[np.float64]:
+        """Return what each worker sends of some buckets in a round; an all-reduce is in full."""
+        whole = coded = 0
+        for bucket in buckets:
+            tensors = [self.parameters[i][0] for i in self._packing.buckets[bucket]]
             numel = sum(tensor.numel() for tensor in tensors)
+            whole += bytes_of(tensors)
             coded += self._wire.num_bytes(numel, tensors[0].itemsize)
         return round.copies_sent * np.where(round.reduces, whole, coded)
 

@@ -16,7 +16,7 @@ import polars as pl
 
 from gossamer.records import Evaluation, Record, Step
 
-_GRAPH = ("topology", "algorithm", "every", "control", "gossip_steps", "wire")
+_GRAPH = ("topology", "algorithm", "every", "control", "gossip_steps", "wire", "fragments")
 _NO_VARIANT = {
     *("workload", "workers", "engine", "method", "seed", *_GRAPH),
     *("lr", "log_every", "evaluate_every", "evaluate_replicas", "evaluate_samples"),
