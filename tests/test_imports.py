@@ -18,7 +18,7 @@ EDGES: dict[str, str] = {
     "__main__": "cli",
     "algorithms": "errors registry topology",
     "bench": "algorithms consensus engine errors extras files lifeline memory picture rates "
-    "records registry runtime_model topology workloads",
+    "records registry runtime_model topology wire workloads",
     "cli": "bench engine errors extras gossamer lab picture rates records registry runtime_model "
     "topology workloads",
     "consensus": "algorithms errors registry topology",
@@ -39,7 +39,7 @@ EDGES: dict[str, str] = {
     "rates": "errors",
     "records": "errors",
     "registry": "errors",
-    "runtime_model": "algorithms engine errors files gossip optim picture rates topology",
+    "runtime_model": "algorithms engine errors files gossip optim picture rates topology wire",
     "seeds": "",
     "simulate": "algorithms consensus errors memory nonfinite normalization optim seeds topology "
     "wire",

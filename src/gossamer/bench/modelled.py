@@ -35,12 +35,19 @@ class Rounds(NamedTuple):
     steps_per_epoch: int
     num_steps: int
     controlled: bool = False
+    wire: str = "fp32"
+    fragments: int = 1
 
     @property
     def schedule(self) -> Schedule:
         """Its rounds."""
         return adapted_schedule(
-            self.algorithm, self.topology, self.workers, self.steps_per_epoch, self.every
+            self.algorithm,
+            self.topology,
+            self.workers,
+            self.steps_per_epoch,
+            self.every,
+            self.fragments,
         )
 
     def slot(self, at: int) -> int:
@@ -78,7 +85,7 @@ class Rounds(NamedTuple):
         if self.topology == CENTRALIZED:
             return ddp(job)
         return gossip(
-            job,
+            job._replace(algorithm=self.algorithm, wire=self.wire, fragments=self.fragments),
             schedule=self.schedule if at is None else self.near(at),
             order=order_of(self.algorithm),
             num_steps=self.num_steps,
@@ -116,6 +123,8 @@ class ModelledTime:
             spec.every,
             spec.steps_per_epoch,
             spec.num_steps,
+            wire=spec.wire,
+            fragments=spec.fragments,
         )
         if rounds not in self._known:
             job = Job.of(self._profile, spec.workers)

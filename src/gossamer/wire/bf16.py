@@ -22,6 +22,7 @@ class Bf16(Wire):
     """The upper half of a float32, rounded."""
 
     name = "bf16"
+    passes = 4.0
 
     def num_bytes(self, numel: int, itemsize: int) -> int:
         """Two per number."""

@@ -91,6 +91,7 @@ class Modulo(Wire):
     bits: int = 8
 
     name = "modulo"
+    passes = 10.0
     on_cpu_only = True
 
     def __post_init__(self) -> None:

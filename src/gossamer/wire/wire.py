@@ -116,6 +116,10 @@ class Wire(ABC):
     name: ClassVar[str]
     """What errors and tables call it."""
 
+    passes: ClassVar[float] = 0.0
+    """What writing and reading a message takes besides mixing, in passes of a mean over the bucket
+    (`python -m benchmarks.wire`)."""
+
     on_cpu_only: ClassVar[bool] = False
     """Whether it works on main memory alone."""
 
