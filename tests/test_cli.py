@@ -330,7 +330,7 @@ def test_examples_run(gossamer: Run, tmp_path: Path, monkeypatch: pytest.MonkeyP
         for line in examples_in(VERBS[f"gossamer {verb}"].help)
         if line.startswith("gossamer") and "--html" not in line and "experiments/" not in line
     ]
-    assert len(quick) == 7
+    assert len(quick) == 8
     for line in quick:
         result = gossamer(*shlex.split(line)[1:])
         assert result.returncode == 0, result.stderr

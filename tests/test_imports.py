@@ -18,17 +18,17 @@ EDGES: dict[str, str] = {
     "__main__": "cli",
     "algorithms": "errors registry topology",
     "bench": "algorithms consensus engine errors extras files lifeline memory picture rates "
-    "records registry runtime_model topology workloads",
+    "records registry runtime_model topology wire workloads",
     "cli": "bench engine errors extras gossamer lab picture rates records registry runtime_model "
     "topology workloads",
     "consensus": "algorithms errors registry topology",
     "engine": "algorithms consensus errors gossip lifeline optim records registry seeds simulate "
-    "topology workloads",
+    "topology wire workloads",
     "errors": "",
     "extras": "errors",
     "files": "errors",
     "fork_server": "lifeline",
-    "gossip": "algorithms consensus errors files nonfinite normalization optim topology",
+    "gossip": "algorithms consensus errors files nonfinite normalization optim topology wire",
     "lab": "errors rates",
     "lifeline": "",
     "memory": "",
@@ -39,10 +39,12 @@ EDGES: dict[str, str] = {
     "rates": "errors",
     "records": "errors",
     "registry": "errors",
-    "runtime_model": "algorithms engine errors files gossip optim picture rates topology",
+    "runtime_model": "algorithms engine errors files gossip optim picture rates topology wire",
     "seeds": "",
-    "simulate": "algorithms consensus errors memory nonfinite normalization optim seeds topology",
+    "simulate": "algorithms consensus errors memory nonfinite normalization optim seeds topology "
+    "wire",
     "topology": "errors registry",
+    "wire": "algorithms errors registry topology",
     "workloads": "errors extras files registry",
 }
 
@@ -56,6 +58,7 @@ NEVER: dict[str, str] = {
     "optim": f"topology consensus gossip simulate workloads {_ABOVE}",
     "gossip": f"simulate workloads {_ABOVE}",
     "simulate": f"gossip workloads {_ABOVE}",
+    "wire": f"consensus optim gossip simulate workloads {_ABOVE}",
     "workloads": f"topology consensus optim gossip simulate {_ABOVE}",
     "engine": "runtime_model lab bench cli",
     "lab": "gossip simulate engine runtime_model bench cli",

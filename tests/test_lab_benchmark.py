@@ -24,6 +24,7 @@ def sample(method: str, round_: int, rank: int, ms: float, sent: float = 0.0) ->
         "bytes_per_step": sent,
         "cpu": 0.95 if method == "busy" else 0.2,
         "cpu_own": 0.05,
+        "cpu_ms": 3.0,
         "peak_mb": 100.0 + rank,
     }
 

@@ -81,6 +81,39 @@ def test_a_plan_knows_algorithms_and_local_steps() -> None:
         ring(algorithm="pushsum")
 
 
+def test_a_plan_knows_wire_formats_and_fragments() -> None:
+    """A quarter of the bytes on graphs of messages, the same where ranks reduce; less in turns."""
+    profile = transformer("1gbit")
+    one_peer, complete = "one_peer_exponential", "complete"
+
+    def row(topology: str, **options: Any) -> Row:
+        plan = make_plan(profile, [8], topologies=[topology], **options)
+        return next(row for row in plan.rows if row.method == topology)
+
+    full, coded = row(one_peer), row(one_peer, wire="modulo(bits=8)")
+    assert coded.bytes_per_step == pytest.approx(full.bytes_per_step / 4, rel=1e-3)
+    assert coded.prediction.mean_s < full.prediction.mean_s
+    assert row(complete, wire="bf16").bytes_per_step == row(complete).bytes_per_step
+    in_turn = row(one_peer, fragments=4)
+    assert in_turn.bytes_per_step == pytest.approx(full.bytes_per_step / 4)
+    assert in_turn.prediction.mean_s < full.prediction.mean_s
+    with pytest.raises(UserError, match="needs rounds of messages, got an all-reduce"):
+        row(complete, wire="modulo(bits=8)")
+
+
+def test_advice_names_the_wire_with_the_most_bits_that_is_as_fast() -> None:
+    """Few bits on a slow link, and all of them where nothing waits for the link."""
+    slow, fast = (
+        make_plan(transformer(link), [8], topologies=["one_peer_exponential"]).advice[0]
+        for link in ("1gbit", "400gbit")
+    )
+    assert slow.wire.startswith("modulo")
+    assert f"with wire='{slow.wire}' one_peer_exponential takes" in slow.reason
+    assert slow.wire_s < slow.split.method_s
+    assert fast.wire == "fp32"
+    assert "wire" not in fast.reason
+
+
 def test_a_fast_network_says_stay_with_ddp() -> None:
     """Where gossip saves next to nothing the exact average is kept, and the reason says so."""
     (advice,) = make_plan(transformer("400gbit").with_compute(20), [8]).advice

@@ -11,17 +11,21 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import final
+from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post_local_sgd
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as power_sgd
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 import gossamer
+from gossamer.optim import DiLoCo
 
 LOCAL = "local"
 """The method that communicates nothing: its time is the compute in `ratio_to_limit`."""
@@ -70,6 +74,40 @@ def ddp(model: nn.Module, workers: Workers) -> Step:
     return training_step(wrapped, adam(wrapped.parameters()), workers.batch)
 
 
+def ddp_bf16(model: nn.Module, workers: Workers) -> Step:
+    """DDP with torch's hook that all-reduces gradients in bfloat16."""
+    wrapped = DistributedDataParallel(model)
+    # Under another name, because torch refuses this one without NCCL, though Gloo does it as well.
+    hook: Any = lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket)  # noqa: E731
+    wrapped.register_comm_hook(dist.group.WORLD, hook)
+    return training_step(wrapped, adam(wrapped.parameters()), workers.batch)
+
+
+def ddp_power_sgd(model: nn.Module, workers: Workers, *, rank: int) -> Step:
+    """DDP with torch's PowerSGD: matrices of low rank in place of gradients."""
+    wrapped = DistributedDataParallel(model)
+    # From the third step on, the soonest that it takes: while others warm up.
+    state = power_sgd.PowerSGDState(
+        process_group=None, matrix_approximation_rank=rank, start_powerSGD_iter=2
+    )
+    wrapped.register_comm_hook(state, power_sgd.powerSGD_hook)
+    return training_step(wrapped, adam(wrapped.parameters()), workers.batch)
+
+
+def diloco(model: nn.Module, workers: Workers, *, period: int) -> Step:
+    """Local steps, an average of the parameters every few, and an outer step on the change."""
+    optimizer = adam(model.parameters())
+    gossamer.decentralize(model, optimizer, "complete", algorithm="atc", every=period)
+    outer = DiLoCo(model.parameters(), period)
+    local_step = training_step(model, optimizer, workers.batch)
+
+    def step() -> None:
+        local_step()
+        outer.step()
+
+    return step
+
+
 def post_local(model: nn.Module, workers: Workers, *, period: int) -> Step:
     """Torch's PostLocalSGD: local steps, and an all-reduce of the parameters every few."""
     # Here, because torch warns about itself when this module is imported.
@@ -103,10 +141,10 @@ def decent_dp(model: nn.Module, workers: Workers, *, topology: str, node: int = 
     return step
 
 
-def gossip(model: nn.Module, workers: Workers, *, topology: str) -> Step:
+def gossip(model: nn.Module, workers: Workers, *, topology: str, **options: Any) -> Step:
     """Gossamer, overlapped, as one line in an ordinary loop."""
     optimizer = adam(model.parameters())
-    gossamer.decentralize(model, optimizer, topology)
+    gossamer.decentralize(model, optimizer, topology, **options)
     return training_step(model, optimizer, workers.batch)
 
 
@@ -125,9 +163,14 @@ def gossip_between_nodes(model: nn.Module, workers: Workers, *, sliced: bool) ->
     return training_step(wrapped, optimizer, workers.batch)
 
 
+one_peer = partial(gossip, topology="one_peer_exponential")
+
 METHODS: dict[str, Setup] = {
     LOCAL: local,
     "ddp": ddp,
+    "ddp(bf16)": ddp_bf16,
+    "ddp(power_sgd rank 4)": partial(ddp_power_sgd, rank=4),
+    "diloco(h=4)": partial(diloco, period=4),
     "post_local_sgd(h=4)": partial(post_local, period=4),
     "decent_dp(complete)": partial(decent_dp, topology="complete"),
     "decent_dp(ring)": partial(decent_dp, topology="ring"),
@@ -137,7 +180,14 @@ METHODS: dict[str, Setup] = {
     "gossamer(complete)": partial(gossip, topology="complete"),
     "gossamer(ring)": partial(gossip, topology="ring"),
     "gossamer(one_peer_ring)": partial(gossip, topology="one_peer_ring"),
-    "gossamer(one_peer_exponential)": partial(gossip, topology="one_peer_exponential"),
+    "gossamer(one_peer_exponential)": one_peer,
+    "gossamer(one_peer_exponential, bf16)": partial(one_peer, wire="bf16"),
+    "gossamer(one_peer_exponential, 8 bits)": partial(one_peer, wire="modulo(bits=8)"),
+    "gossamer(one_peer_exponential, 4 bits)": partial(one_peer, wire="modulo(bits=4)"),
+    "gossamer(one_peer_exponential, 8 bits, 4 fragments)": partial(
+        one_peer, wire="modulo(bits=8)", fragments=4
+    ),
+    "gossamer(ring, 8 bits)": partial(gossip, topology="ring", wire="modulo(bits=8)"),
     "gossamer(aer)": partial(gossip, topology="aer(workers_per_node=2)"),
 }
 

@@ -41,6 +41,9 @@ class Row:
     cpu_own: float
     """Share of them that the hosts' processes used; the rest is interrupts and other programs."""
 
+    cpu_ms: float
+    """Of a host's own processes, per step: what a method computes where compute is emulated."""
+
     peak_mb: float
     ratio_to_limit: float
     """Time over the larger of local compute and bytes over rate."""
@@ -79,6 +82,7 @@ def _row(
         bytes_per_step=median("bytes_per_step"),
         cpu=median("cpu"),
         cpu_own=median("cpu_own") * len({sample["rank"] for sample in own}),
+        cpu_ms=median("cpu_ms"),
         peak_mb=max((float(sample["peak_mb"]) for sample in good), default=math.nan),
         ratio_to_limit=ms_per_step / limit_ms if limit_ms else math.nan,
         rounds=len(times),
@@ -122,6 +126,7 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
     "MB/step": lambda row: f"{row.bytes_per_step / 1e6:.2f}",
     "CPU": lambda row: f"{row.cpu:.0%}",
     "own CPU": lambda row: f"{row.cpu_own:.0%}",
+    "CPU ms/step": lambda row: f"{row.cpu_ms:.0f}",
     "peak MB": lambda row: f"{row.peak_mb:.0f}",
     "to limit": lambda row: f"{row.ratio_to_limit:.2f}",
 }

@@ -85,6 +85,7 @@ def time_method(
         "bytes_per_step": (_sent_bytes() - bytes_before) / task.steps,
         "cpu": busy_s / available_s,
         "cpu_own": own_s / available_s,
+        "cpu_ms": own_s * 1e3 / task.steps,
         "peak_mb": _peak_mb(),
     }
 

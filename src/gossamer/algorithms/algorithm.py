@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gossamer.errors import UserError
-from gossamer.topology import Round, Schedule, spaced
+from gossamer.topology import Round, Schedule, in_turns, spaced
 
 PARAMETERS = "parameters"
 
@@ -154,17 +154,23 @@ class Algorithm(ABC):
 
     # - What it allows
 
-    def adapt(self, schedule: Schedule, every: int = 1) -> Schedule:
+    def adapt(self, schedule: Schedule, every: int = 1, fragments: int = 1) -> Schedule:
         """Return the rounds that it mixes with, step by step; refuse what it does not allow.
 
         Args:
             schedule: what a user chose.
             every: steps from one exchange to the next.
+            fragments: of the parameters, of which each exchange is one in turn.
         """
         if every != 1 and not self.plain:
             raise UserError(
                 f"{self.name} exchanges at every step, got every={every}; use algorithm='atc' for "
                 "local steps"
+            )
+        if fragments != 1 and not self.plain:
+            raise UserError(
+                f"{self.name} exchanges all that it has at once, got fragments={fragments}; use "
+                "algorithm='awc' or 'atc'"
             )
         # Before local steps come in between: of few rounds with many of these, none would be seen.
         adapted = self.adapt_schedule(schedule)
@@ -177,7 +183,7 @@ class Algorithm(ABC):
                     f"{self.name} needs rounds whose {sums} sum to one, got another at step {step} "
                     f"of {schedule.name}; use {remedy}, which takes them"
                 )
-        return spaced(adapted, every)
+        return spaced(in_turns(adapted, fragments), every)
 
     def adapt_schedule(self, schedule: Schedule) -> Schedule:
         """Return the rounds that it makes of a schedule's; refuse those that it cannot use."""

@@ -16,6 +16,7 @@ from gossamer.runtime_model.methods import Job
 from gossamer.runtime_model.model import LONGEST_PERIOD, predict
 from gossamer.runtime_model.presets import from_seconds, link_of
 from gossamer.runtime_model.profile import Profile, read_profile
+from gossamer.wire import parse_wire
 
 
 class Mark(NamedTuple):
@@ -92,6 +93,8 @@ class Clock:
             spec["steps_per_epoch"],
             int(min(spec["epochs"] * spec["steps_per_epoch"], spec.get("max_steps") or math.inf)),
             spec["control"] != "plain",
+            spec.get("wire", "fp32"),
+            spec.get("fragments", 1),
         )
         steps = self._steps_of(str(spec["workload"]), parameter_bytes)
         if steps is None or not _is_known(rounds) or (rounds.controlled and not parameter_bytes):
@@ -105,7 +108,8 @@ class Clock:
                 if rounds.controlled:
                     if mark.degree == rounds.workers - 1:
                         own = rounds._replace(topology="complete")
-                    usual = num_steps * parameter_bytes * own.copies_per_step(at)
+                    sent = parse_wire(own.wire).num_bytes(parameter_bytes // 4, 4)
+                    usual = num_steps * sent * own.copies_per_step(at)
                     repeats = (mark.bytes_sent - before.bytes_sent) / usual if usual else 0.0
                 total_s += num_steps * steps.mean_s(own, at, repeats)
             before = mark

@@ -55,6 +55,8 @@ class _Kind(NamedTuple):
     gossip_steps: int
     optimizer: str
     control: str
+    wire: str
+    fragments: int
     batch_size: int
     dtype: str
     evaluate_replicas: int
@@ -153,7 +155,8 @@ def _recorded(store: Store, kinds: Container[_Kind]) -> dict[_Kind, float]:
         if started is None or ended is None or ended.steps == 0:
             continue
         # A field that older records lack makes a kind of no run.
-        kind = _Kind(*(started.spec.get(name) for name in _Kind._fields))  # pyright: ignore[reportArgumentType]
+        fields = {"wire": "fp32", "fragments": 1, **started.spec}  # of before there were others
+        kind = _Kind(*(fields.get(name) for name in _Kind._fields))  # pyright: ignore[reportArgumentType]
         if kind in kinds:
             found[kind].append(ended.train_s / ended.steps)
     return {kind: statistics.median(times) for kind, times in found.items()}

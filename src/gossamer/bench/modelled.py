@@ -35,12 +35,19 @@ class Rounds(NamedTuple):
     steps_per_epoch: int
     num_steps: int
     controlled: bool = False
+    wire: str = "fp32"
+    fragments: int = 1
 
     @property
     def schedule(self) -> Schedule:
         """Its rounds, without local steps between them."""
         return adapted_schedule(
-            self.algorithm, self.topology, self.workers, self.steps_per_epoch, every=1
+            self.algorithm,
+            self.topology,
+            self.workers,
+            self.steps_per_epoch,
+            every=1,
+            fragments=self.fragments,
         )
 
     def slot(self, at: int) -> int:
@@ -75,7 +82,7 @@ class Rounds(NamedTuple):
         if self.topology == CENTRALIZED:
             return ddp(job)
         return gossip(
-            job,
+            job._replace(algorithm=self.algorithm, wire=self.wire, fragments=self.fragments),
             schedule=self.schedule if at is None else self.near(at),
             every=self.every if at is None else 1,  # which is in the cycle
             order=order_of(self.algorithm),
@@ -114,6 +121,8 @@ class ModelledTime:
             spec.every,
             spec.steps_per_epoch,
             spec.num_steps,
+            wire=spec.wire,
+            fragments=spec.fragments,
         )
         if rounds not in self._known:
             job = Job.of(self._profile, spec.workers)

@@ -44,6 +44,12 @@ def plan_command(  # noqa: PLR0913 - one parameter per option
         str, typer.Option(help="What a step of gossip does; see docs/algorithms.md.")
     ] = "awc",
     every: Annotated[int, typer.Option(min=1, help="Steps from exchange to exchange.")] = 1,
+    wire: Annotated[
+        str, typer.Option(help="What of parameters travels; see docs/wire.md.")
+    ] = "fp32",
+    fragments: Annotated[
+        int, typer.Option(min=1, help="Of the parameters, exchanged in turn.")
+    ] = 1,
     html: Annotated[Path | None, typer.Option(help="Write timeline and curves as a page.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -54,6 +60,7 @@ def plan_command(  # noqa: PLR0913 - one parameter per option
     $ gossamer plan profile.json --workers 8,16 --html plan.html
     $ gossamer plan profile.json --topology ring --json
     $ gossamer plan profile.json --algorithm atc --every 8
+    $ gossamer plan profile.json --link 100mbit --wire "modulo(bits=8)"
     """
     from gossamer.runtime_model.plan import make_plan
     from gossamer.runtime_model.presets import link_of
@@ -65,7 +72,14 @@ def plan_command(  # noqa: PLR0913 - one parameter per option
     if link:
         job = job.with_between(link_of(link))
     plan = make_plan(
-        job, _scales(workers), strong=strong, algorithm=algorithm, every=every, **given
+        job,
+        _scales(workers),
+        strong=strong,
+        algorithm=algorithm,
+        every=every,
+        wire=wire,
+        fragments=fragments,
+        **given,
     )
     if as_json:
         _print_json(plan)
@@ -195,6 +209,8 @@ def _print_tables(plan: Plan) -> None:
     show(escape(describe(plan.profile)))
     if (plan.algorithm, plan.every) != ("awc", 1):
         show(escape(f"gossip by {plan.algorithm}, an exchange every {plan.every} steps"))
+    if (plan.wire, plan.fragments) != ("fp32", 1):
+        show(escape(f"what travels: {plan.wire}, {plan.fragments} fragments in turn"))
     for advice in plan.advice:
         rows = [row for row in plan.rows if row.workers == advice.workers]
         show(f"\n[bold]{advice.workers} workers:[/] {escape(advice.reason)}")

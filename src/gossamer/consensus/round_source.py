@@ -110,6 +110,7 @@ def make_round_source(
     algorithm: Algorithm,
     gossip_steps: int,
     every: int = 1,
+    fragments: int = 1,
 ) -> Callable[[Meter], RoundSource]:
     """Check what an engine is to follow; return the function that makes it, of the engine's meter.
 
@@ -119,6 +120,7 @@ def make_round_source(
         algorithm: when a step mixes.
         gossip_steps: how often plain gossip mixes per step; more than once under atc only.
         every: steps from one exchange of the schedule to the next.
+        fragments: of the parameters, of which each exchange is one in turn.
     """
     if gossip_steps < 1:
         raise UserError(
@@ -141,6 +143,11 @@ def make_round_source(
         raise UserError(
             f"a control decides how often to mix, got gossip_steps={gossip_steps} beside it; "
             "leave gossip_steps out"
+        )
+    if fragments > 1:
+        raise UserError(
+            f"a control decides on exchanges of all parameters, got fragments={fragments} beside "
+            f"{name_of(chosen)}; leave fragments out"
         )
     if every > 1 and not getattr(chosen, "follows_schedule", False):
         raise UserError(

@@ -204,6 +204,8 @@ class _Gossiping:
             every=spec.every,
             gossip_steps=spec.gossip_steps,
             control=spec.control,
+            wire=spec.wire,
+            fragments=spec.fragments,
             norms_every=spec.log_every,
             nonfinite_rounds=0,  # a run that diverges is a result
         )

@@ -16,6 +16,7 @@ from gossamer.optim import AccumAdam, AccumAdamW
 from gossamer.registry import Registry, absolute
 from gossamer.registry.calls import Call
 from gossamer.topology.catalogue import TOPOLOGY_REGISTRY
+from gossamer.wire import WIRE_REGISTRY
 from gossamer.workloads import SHARDING_REGISTRY, WORKLOAD_REGISTRY
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
@@ -80,6 +81,7 @@ REGISTRIES: dict[str, Registry[Any]] = {
     "topology": TOPOLOGY_REGISTRY,
     "algorithm": ALGORITHM_REGISTRY,
     "control": CONTROL_REGISTRY,
+    "wire": WIRE_REGISTRY,
     "optimizer": OPTIMIZER_REGISTRY,
     "sharding": SHARDING_REGISTRY,
     "lr_schedule": LR_SCHEDULE_REGISTRY,

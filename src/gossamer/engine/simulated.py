@@ -69,6 +69,8 @@ class _Virtual:
                 every=spec.every,
                 gossip_steps=spec.gossip_steps,
                 control=spec.control,
+                wire=spec.wire,
+                fragments=spec.fragments,
                 dtype=dtype,
                 seed=spec.seed,
                 memory_gb=memory_gb,

@@ -43,7 +43,8 @@ from gossamer.records import WorkloadFacts
 from gossamer.registry import Part, PlugInError
 from gossamer.topology import Schedule
 from gossamer.topology.graphs import MAX_WORKERS
-from gossamer.topology.schedules import MAX_EVERY
+from gossamer.topology.schedules import MAX_EVERY, MAX_FRAGMENTS
+from gossamer.wire import parse_wire
 from gossamer.workloads import Data, Workload
 
 CENTRALIZED = "centralized"
@@ -52,6 +53,15 @@ CENTRALIZED = "centralized"
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 Count: TypeAlias = Annotated[int, Field(ge=1, le=10**9)]
+
+_LATER_FIELDS = {
+    "every": 1,
+    "validation_share": 0.0,
+    "clip_norm": 0.0,
+    "wire": "fp32",
+    "fragments": 1,
+}
+"""Which are no part of an id where they are as before there were any, and what that is."""
 
 _FROM_RECIPE: Any = Field(default=None)  # never None once made: see RunSpec._take_recipe
 
@@ -81,6 +91,12 @@ class RunSpec(BaseModel):
     gossip_steps: int = Field(default=1, ge=1, le=1000)
     control: str = "plain"
     """A name in ``consensus.catalogue.CONTROLS``, with arguments."""
+
+    wire: str = "fp32"
+    """What of parameters travels: a name in ``wire.WIRES``, with arguments."""
+
+    fragments: int = Field(default=1, ge=1, le=MAX_FRAGMENTS)
+    """Of the parameters, of which each exchange is one in turn."""
 
     seed: int = Field(default=0, ge=0, lt=2**63)
     dtype: Literal["float32", "float64"] = "float32"
@@ -192,13 +208,20 @@ class RunSpec(BaseModel):
     def _check_together(self) -> None:
         if self.topology != CENTRALIZED:
             algorithm = self.make_algorithm()
-            make_round_source(self.control, self.schedule, algorithm, self.gossip_steps, self.every)
+            make_round_source(
+                self.control,
+                self.schedule,
+                algorithm,
+                self.gossip_steps,
+                self.every,
+                self.fragments,
+            )
             algorithm.check_optimizers([self.make_optimizer([torch.nn.Parameter(torch.zeros(1))])])
-        elif self.control != "plain" or self.every != 1 or self.algorithm not in ORDERS:
-            given = {"control": self.control, "every": self.every, "algorithm": self.algorithm}
+            parse_wire(self.wire).check(algorithm, self.schedule)
+        elif given := self._not_centralized:
             raise UserError(
-                "centralized training averages gradients at every step, with nothing to control "
-                f"or to choose, got {given}; leave out what is not the default"
+                "centralized training averages gradients at every step, in full, with nothing to "
+                f"control or to choose, got {given}; leave it out"
             )
         averages = self.topology == "complete" and self.algorithm == "atc"
         if self.outer_lr is not None and not averages:
@@ -206,6 +229,17 @@ class RunSpec(BaseModel):
                 f"an outer step follows averages of all workers under atc, got {self.topology} "
                 f"under {self.algorithm}; use topology 'complete', algorithm 'atc' and every=16"
             )
+
+    @property
+    def _not_centralized(self) -> dict[str, Any]:
+        """What centralized training knows nothing of, where it is not the default."""
+        default = {"control": "plain", "every": 1, "wire": "fp32", "fragments": 1}
+        own = {name: getattr(self, name) for name in (*default, "algorithm")}
+        return {
+            name: value
+            for name, value in own.items()
+            if value != default.get(name, value if value in ORDERS else "")
+        }
 
     @property
     def id(self) -> str:
@@ -220,14 +254,11 @@ class RunSpec(BaseModel):
             fields["order"] = fields.pop("algorithm")  # runs of before there were others
             if self.topology == "complete" and self.every > 1:
                 fields["topology"] = f"local_sgd(every={fields.pop('every')})"
-        if self.every == 1:
-            del fields["every"]
         if self.evaluate_samples == self.make_workload().recipe.evaluate_samples:
             del fields["evaluate_samples"]  # runs of before it was a field keep their ids
-        if not self.validation_share:
-            del fields["validation_share"]  # as well
-        if not self.clip_norm:
-            del fields["clip_norm"]
+        for name, default in _LATER_FIELDS.items():  # as well
+            if fields.get(name) == default:
+                del fields[name]
         if self.optimizer in OPTIMIZER_VERSIONS:
             fields["optimizer_version"] = OPTIMIZER_VERSIONS[self.optimizer]
         fields["optimizer_options"] = {  # 1 and 1.0 are one setting
@@ -269,7 +300,12 @@ class RunSpec(BaseModel):
     def schedule(self) -> Schedule:
         """The rounds of a decentralized run, step by step."""
         return adapted_schedule(
-            self.algorithm, self.topology, self.workers, self.steps_per_epoch, self.every
+            self.algorithm,
+            self.topology,
+            self.workers,
+            self.steps_per_epoch,
+            self.every,
+            self.fragments,
         )
 
     def make_algorithm(self) -> Algorithm:
@@ -367,11 +403,16 @@ def _look_up(field: str, text: str, steps_per_epoch: int) -> Part[Any]:
 
 @lru_cache(maxsize=256)
 def adapted_schedule(
-    algorithm: str, topology: str, workers: int, steps_per_epoch: int, every: int
+    algorithm: str,
+    topology: str,
+    workers: int,
+    steps_per_epoch: int,
+    every: int,
+    fragments: int = 1,
 ) -> Schedule:
     """Return the rounds that an algorithm makes of a topology's, step by step."""
     return parse_algorithm(algorithm).adapt(
-        make_schedule(topology, workers, steps_per_epoch), every
+        make_schedule(topology, workers, steps_per_epoch), every, fragments
     )
 
 

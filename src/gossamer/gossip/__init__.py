@@ -34,6 +34,7 @@ parameter goes through a step along ``step``, ``rank_context``, ``mixer`` and ``
         within             the ranks that hold one replica together
         network            what opens and ends together
         transport          the messages and all-reduces of a round
+        parcel             one bucket whose messages are not the bucket itself
         exchange           one bucket of a round, in flight and arrived
         marks              what is sent in place of parameters that are not finite
         collectives        what every rank takes part in

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from gossamer.wire import bucket_indices
+
 _ALIGN_BYTES = 64
 """Views start at multiples of this, so that vectorized kernels run on them as on fresh tensors."""
 
@@ -24,7 +26,9 @@ def flatten_(tensors: Iterable[Tensor], bucket_mb: float, slices: int = 1) -> li
         bucket_mb: where a bucket is full, in megabytes; a larger tensor gets one of its own.
         slices: of one length each, that a bucket can be cut into.
     """
-    return [_move_into_bucket_(part, slices) for part in _partition(tensors, bucket_mb * 1e6)]
+    tensors = [*tensors]
+    buckets = bucket_indices(tensors, bucket_mb)
+    return [_move_into_bucket_([tensors[i] for i in indices], slices) for indices in buckets]
 
 
 def unflatten_(tensors: Iterable[Tensor]) -> None:
@@ -42,19 +46,6 @@ def is_dense(tensor: Tensor) -> bool:
                 return False
             expected *= size
     return True
-
-
-def _partition(tensors: Iterable[Tensor], most_bytes: float) -> list[list[Tensor]]:
-    """Return runs of tensors that go into one bucket."""
-    parts: list[list[Tensor]] = []
-    open_parts: dict[torch.dtype, list[Tensor]] = {}
-    for tensor in tensors:
-        part = open_parts.get(tensor.dtype, [])
-        if not part or sum(t.nbytes for t in part) + tensor.nbytes > most_bytes:
-            part = open_parts[tensor.dtype] = []
-            parts.append(part)
-        part.append(tensor)
-    return parts
 
 
 def _move_into_bucket_(tensors: Sequence[Tensor], slices: int) -> Tensor:

@@ -209,7 +209,8 @@ class Checkpoints:
                 gossip.num_workers,
             )
             state["gossip"].update(num_workers=gossip.num_workers, rank=gossip.rank)
-            state["gossip"].pop("algorithm", None)  # of other members: it starts anew
+            for kept in ("algorithm", "wire"):  # of other members: they start anew
+                state["gossip"].pop(kept, None)
         with gossip.drained(keep_changes=True):
             for name, thing in self._objects.items():
                 try:

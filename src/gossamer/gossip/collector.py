@@ -12,9 +12,10 @@ from concurrent import futures
 from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
-from typing import TypeAlias, final
+from typing import Any, TypeAlias, TypeVar, final
 
-_Tasks: TypeAlias = "SimpleQueue[tuple[Callable[[], None], Future[None]] | None]"
+_Tasks: TypeAlias = "SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]"
+_Result = TypeVar("_Result")
 
 
 @final
@@ -23,14 +24,14 @@ class Collector:
 
     def __init__(self) -> None:
         self._tasks: _Tasks = SimpleQueue()
-        self._last: Future[None] | None = None
+        self._last: Future[Any] | None = None
 
-    def submit(self, task: Callable[[], None]) -> Future[None]:
-        """Run a task after those before it; its future holds what it raises."""
+    def submit(self, task: Callable[[], _Result]) -> Future[_Result]:
+        """Run a task after those before it; its future holds what it returns or raises."""
         if self._last is None:
             run = partial(_run_tasks, self._tasks)
             threading.Thread(target=run, name="gossamer-collector", daemon=True).start()
-        self._last = future = Future[None]()
+        self._last = future = Future[_Result]()
         self._tasks.put((task, future))
         return future
 

@@ -36,7 +36,7 @@ from gossamer.gossip.notices import NoticeBoard
 from gossamer.gossip.rank_context import RankContext
 from gossamer.gossip.rank_meter import RankMeter
 from gossamer.gossip.replica import Replica
-from gossamer.gossip.shards import local
+from gossamer.gossip.shards import local, locals_of
 from gossamer.gossip.step import Step
 from gossamer.gossip.within import Within
 from gossamer.gossip.worker import Worker
@@ -45,6 +45,7 @@ from gossamer.nonfinite import check_limit
 from gossamer.normalization import rule_of
 from gossamer.optim import auto_window, tell_num_workers
 from gossamer.topology import Round, Schedule, as_schedule
+from gossamer.wire import Packing, parse_wire
 
 _log = logging.getLogger(__name__)
 
@@ -72,6 +73,8 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
     gossip_steps: int = 1,
     control: str | Policy | Target = "plain",
     buffers: str = "average",
+    wire: str = "fp32",
+    fragments: int = 1,
     bucket_mb: float = 25.0,
     norms_every: int = 0,
     nonfinite_rounds: int = 10,
@@ -107,6 +110,10 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
         buffers: running statistics of normalization layers are ``"average"``: local, and averaged
             by ``averaged()`` and ``finalize()``; ``"local"``: never touched; or ``"mix"``: mixed
             at every step, as parameters are. Other buffers stay as they are.
+        wire: what of parameters travels: ``"fp32"``, all as they are; ``"bf16"``; or
+            ``"modulo(bits=8)"`` and 4, a quarter and an eighth of it; see ``gossamer.wire``.
+        fragments: under awc and atc an exchange is of one of so many parts of the parameters, in
+            turn: as many bytes less at a time.
         bucket_mb: size of a bucket in megabytes.
         norms_every: once in so many steps ``last_norms`` is measured, at the last of them that the
             schedule mixes; 0 for never.
@@ -127,15 +134,18 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
         chosen = parse_algorithm(algorithm, order)
         given = as_schedule(topology, group.size())
-        schedule, exchanged = chosen.adapt(given, every), chosen.adapt(given)
+        schedule, exchanged = chosen.adapt(given, every, fragments), chosen.adapt(given)
         chosen.check_optimizers(optimizers)
         preconditions.check_wrapper(model, group)
         trained = preconditions.trained_parameters(model, optimizers)
-        make_source = make_round_source(control, schedule, chosen, gossip_steps, every)
+        make_source = make_round_source(control, schedule, chosen, gossip_steps, every, fragments)
         rule = rule_of(buffers)
         chosen.check_statistics(mixed=rule.mixed)
         chosen.check_precision(trained)
-        preconditions.check_positive("bucket_mb", bucket_mb, bucket_mb > 0)
+        format = parse_wire(wire)
+        format.check(chosen, exchanged)
+        preconditions.check_device(format, trained[0].device)
+        packing = Packing([*locals_of(trained)], bucket_mb, fragments, every)
         norm_steps = NormSteps(schedule, chosen.overlaps, norms_every)
         check_limit(nonfinite_rounds)
         limit = chosen.most_nonfinite(nonfinite_rounds)
@@ -150,6 +160,8 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
             "gossip_steps": str(gossip_steps),
             "control": name_of(control),
             "buffers": buffers,
+            "wire": repr(format),
+            "fragments": str(fragments),
             "bucket_mb": str(bucket_mb),
             "norms_every": str(norms_every),
             "nonfinite_rounds": str(nonfinite_rounds),
@@ -171,13 +183,14 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
         for tensor in map(local, (*model.parameters(), *model.buffers())):
             if tensor.numel():
                 network.collectives.broadcast_(tensor)
-        replica = Replica(model, trained, rule, bucket_mb, chosen, node)
+        replica = Replica(model, trained, rule, packing.bucket_mb, chosen, node)
         # - Put the step together, and hook it up
         mixers: dict[str, Mixer] = {}
         num_tags = 0
         for state, buckets in replica.exchanged.items():
+            exact = replica.exact if state == PARAMETERS else ()
             changing = replica.changing if state == PARAMETERS else ()
-            sent = [*buckets, *changing]
+            sent = [*buckets, *exact, *changing]
             mixers[state] = Mixer(
                 buckets,
                 network,
@@ -190,7 +203,9 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
                     network.telemetry,
                     node,
                 ),
-                changing,
+                format,
+                exact=exact,
+                changing=changing,
                 first_tag=num_tags,
                 compares_rounds=compares_rounds,
             )
@@ -212,7 +227,7 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
         wrappers = WrapperWatch(trained, group)
         everywhere = model.named_parameters(remove_duplicate=False)  # tied ones under all names
         names = [name for name, p in everywhere if any(p is own for own in trained)]
-        context = RankContext(trained, names, chosen, optimizers, replica, mixers, source)
+        context = RankContext(trained, names, chosen, optimizers, replica, mixers, source, packing)
         step = Step(optimizers, chosen, context, guard, wrappers, meter, norm_steps)
         model_state = ModelState(model, network.rank, network.size)
         worker = Worker(replica, step, context.mixer, network, model_state, node)

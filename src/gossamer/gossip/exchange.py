@@ -4,15 +4,43 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import final
+from typing import Self, final
 
 from torch import Tensor
 
 from gossamer.gossip.marks import marked
 
 
+class InFlight:
+    """What has to be waited for, and who was left out."""
+
+    def __init__(self) -> None:
+        self.left_out: list[int] = []
+        """Ranks that sent marks in place of parameters."""
+        self._waits: deque[Callable[[], object]] = deque()
+
+    def after(self, waits: Iterable[Callable[[], object]]) -> Self:
+        """Return itself, with what has to be waited for, in this order."""
+        self._waits.extend(waits)
+        return self
+
+    def wait(self) -> None:
+        """Return when the inbox is filled and the source may change again."""
+        while self._waits:
+            self._waits[0]()
+            self._waits.popleft()  # each only once: Gloo would wait for a second message
+
+    def take(self, received: Tensor, sender: int, weight: float) -> None:
+        """Let what arrived join the mix."""
+        raise NotImplementedError
+
+    def complete(self) -> None:
+        """Come after the last message was taken, on the thread that took them."""
+        return
+
+
 @final
-class Exchange:
+class Exchange(InFlight):
     """One bucket's exchange: what its messages and its all-reduce come to.
 
     Args:
@@ -27,17 +55,15 @@ class Exchange:
     def __init__(
         self, self_weight: float, inbox: Tensor, *, all_or_none: bool, keeps_rest: bool = True
     ) -> None:
+        super().__init__()
         self.includes_self = False
         """Whether the inbox has the whole mix, the worker's own part included."""
-        self.left_out: list[int] = []
-        """Ranks that sent marks in place of parameters."""
         self._inbox = inbox
         self._kept = self_weight
         self._all_or_none = all_or_none
         self._keeps_rest = keeps_rest
         self.received_weight = 0.0
         """Of the mean in the inbox."""
-        self._waits: deque[Callable[[], object]] = deque()
 
     @property
     def sums_to_one(self) -> bool:
@@ -51,17 +77,6 @@ class Exchange:
             return self._kept
         nothing_came = not self.includes_self and not self.received_weight  # or it holds a mark
         return 1.0 if nothing_came or (self.left_out and self._all_or_none) else self._kept
-
-    def after(self, waits: Iterable[Callable[[], object]]) -> Exchange:
-        """Return itself, with what has to be waited for, in this order."""
-        self._waits.extend(waits)
-        return self
-
-    def wait(self) -> None:
-        """Return when the inbox is filled and the source may change again."""
-        while self._waits:
-            self._waits[0]()
-            self._waits.popleft()  # each only once: Gloo would wait for a second message
 
     def take(self, received: Tensor, sender: int, weight: float) -> None:
         """Let what arrived join the mean of the neighbours, unless it is a mark."""

@@ -9,6 +9,7 @@ from typing import Any, final
 
 import torch
 
+from gossamer.algorithms import PARAMETERS
 from gossamer.consensus import Decision, RoundSource
 from gossamer.errors import UserError
 from gossamer.gossip.notices import describe
@@ -102,7 +103,7 @@ class Gossip:
         with self._worker.collective("consensus_distance()"):
             self._worker.replica.collect()
             squared = torch.zeros(1, dtype=torch.float64, device=self._worker.replica.device)
-            for sent in self._worker.replica.sent:
+            for sent in self._worker.replica.exchanged[PARAMETERS]:
                 difference = average(sent).sub_(sent)
                 squared += torch.linalg.vector_norm(difference, dtype=torch.float64) ** 2
             return float(self._worker.within.total(average(squared), "the distance").sqrt())
@@ -222,6 +223,7 @@ class Gossip:
             "topology": self.schedule.name,
             "control": self._source.state_dict(),
             **self._step.algorithm_state(),
+            **self._step.wire_state(),
             **self._step.norms_state(),
         }
 
@@ -259,6 +261,7 @@ class Gossip:
         self._step.num_steps = state["num_steps"]
         self._step.load_norms(state, self.num_workers)
         self._step.load_algorithm(state)
+        self._step.load_wire(state)
         self._source.load_state_dict(state["control"], self.num_steps)
         if not self._step.paused_by:  # or the end of drained() does it
             self._step.restart()

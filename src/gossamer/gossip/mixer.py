@@ -12,18 +12,23 @@ Its states:
 from __future__ import annotations
 
 import enum
+import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from gossamer.gossip.exchange import Exchange
+from gossamer.gossip.exchange import Exchange, InFlight
 from gossamer.gossip.left_out import LeftOut
 from gossamer.gossip.network import Network
+from gossamer.gossip.parcel import CodedExchange, Parcel
 from gossamer.topology import Round
+from gossamer.wire import UNDECODED, Wire
+
+_log = logging.getLogger(__name__)
 
 
 class MixerState(enum.Enum):
@@ -39,6 +44,9 @@ class MixerState(enum.Enum):
 class Mixer:
     """x ← W x on the buckets of one rank, in two halves with computation between them.
 
+    Where a wire format makes messages of buckets that are not the buckets themselves, they are
+    mixed by differences with what was sent (``Parcel``); an all-reduce takes them as they are.
+
     Between ``start`` and ``drain`` or ``finish`` the buckets are what is being sent and must not
     change. Buckets that do change in the meantime (statistics that a forward pass updates) are sent
     as a copy; the worker then keeps its weight on their current value. The only memory is an inbox
@@ -51,6 +59,8 @@ class Mixer:
         buckets: what is mixed.
         network: how it travels.
         left_out: who knows whose parameters are not finite.
+        wire: in which format; those that follow travel as they are.
+        exact: more buckets.
         changing: buckets that are sent as a copy.
         first_tag: of its messages; other mixers of the rank have others.
         compares_rounds: whether all ranks compare each round, where nothing else makes it the same.
@@ -61,25 +71,36 @@ class Mixer:
         buckets: Sequence[Tensor],
         network: Network,
         left_out: LeftOut,
-        changing: Sequence[Tensor] = (),
+        wire: Wire,
         *,
+        exact: Sequence[Tensor] = (),
+        changing: Sequence[Tensor] = (),
         first_tag: int = 0,
         compares_rounds: bool = False,
     ) -> None:
         self._state = MixerState.IDLE
         self._first_tag = first_tag
         # - What is mixed
-        self._targets = [*buckets, *changing]
-        self._sources = [*buckets, *(torch.empty_like(bucket) for bucket in changing)]
-        self._inboxes = [torch.empty_like(bucket) for bucket in self._targets]
+        self._num_buckets = len(buckets)
+        self._targets = [*buckets, *exact, *changing]
+        self._sources = [*buckets, *exact, *(torch.empty_like(bucket) for bucket in changing)]
+        codecs = {b.dtype: wire.codec(b.dtype, b.device) for b in buckets}
+        coded = [(bucket, codecs[bucket.dtype]) for bucket in buckets]
+        self._parcels = {tag: Parcel(b, codec) for tag, (b, codec) in enumerate(coded) if codec}
+        self._inboxes = [
+            self._parcels[tag].total if tag in self._parcels else torch.empty_like(bucket)
+            for tag, bucket in enumerate(self._targets)
+        ]
         # - How it travels
+        self._wire = wire
         self._transport = network.transport
         self._collectives = network.collectives
         self._detector = network.detector
         self._telemetry = network.telemetry
         self._left_out = left_out
         self._compares_rounds = compares_rounds
-        self._in_flight: list[Exchange] = []
+        self._in_flight: dict[int, Exchange | CodedExchange] = {}
+        self._said_undecoded = False
         self._comparison: Callable[[], None] | None = None
         self._started_at = 0.0
 
@@ -88,18 +109,27 @@ class Mixer:
         """Where it is; broken from the first failure on, whichever wait it was in."""
         return MixerState.BROKEN if self._detector.broken else self._state
 
-    def start(self, round: Round, step: int, *, agrees_on: str = "") -> None:
-        """Begin to exchange all buckets; returns at once.
+    def start(
+        self,
+        round: Round,
+        step: int,
+        *,
+        buckets: Sequence[int] | None = None,
+        agrees_on: str = "",
+    ) -> None:
+        """Begin to exchange buckets; returns at once.
 
         Args:
             round: who mixes with whom.
             step: the step that will finish it, for whoever asks why it failed.
+            buckets: which of them, by index, besides exact and changing ones; by default all.
             agrees_on: a digest that must be the same on all ranks, which compare it meanwhile.
         """
         self._detector.raise_failure()
         assert self.state is MixerState.IDLE, "finish a round before the next one starts"
         self._detector.at(step, round.digest)
         self._started_at = time.perf_counter()
+        self._wire.check_round(round, f"at step {step}")
         digest = agrees_on or (round.digest if self._compares_rounds else "")
         is_local = not round.degree and round.num_workers > 1
         if is_local and not digest:
@@ -108,17 +138,28 @@ class Mixer:
             if digest:
                 self._comparison = self._collectives.begin_comparison(digest)
             if not is_local:
-                self._begin_exchanges(round, step)
+                self._begin_exchanges(round, step, buckets)
         self._state = MixerState.IN_FLIGHT
 
-    def _begin_exchanges(self, round: Round, step: int) -> None:
+    def _begin_exchanges(self, round: Round, step: int, buckets: Sequence[int] | None) -> None:
         for source, target in zip(self._sources, self._targets, strict=True):
             if source is not target:
                 source.copy_(target)
         sent = self._left_out.sound_or_marks(self._sources, round, step)
-        for tag, (source, inbox) in enumerate(zip(sent, self._inboxes, strict=True)):
-            exchange = self._transport.begin(round, source, inbox, self._first_tag + tag)
-            self._in_flight.append(exchange)
+        others = range(self._num_buckets, len(sent))
+        tags = [*(range(self._num_buckets) if buckets is None else buckets), *others]
+        reduces = bool(round.reduces[self._transport.rank])
+        coded = [] if reduces else [tag for tag in tags if tag in self._parcels]
+        first, marks = self._first_tag, self._left_out.is_self
+        if coded:
+            parcels = [(first + tag, self._parcels[tag]) for tag in coded]
+            begun = self._transport.begin_coded(round, parcels, marks=marks)
+            self._in_flight.update(zip(coded, begun, strict=True))
+        for tag in tags:
+            if tag not in self._in_flight:
+                self._in_flight[tag] = self._transport.begin(
+                    round, sent[tag], self._inboxes[tag], first + tag
+                )
 
     def drain(self) -> None:
         """Wait until nothing is on the wire; the mixing itself is left to ``finish``."""
@@ -126,7 +167,7 @@ class Mixer:
         if self.state is MixerState.IN_FLIGHT:
             with record_function("Mixer::drain"):
                 self._compare()
-                for exchange in self._in_flight:
+                for exchange in self._in_flight.values():
                     self._wait_for(exchange)
                 self._landed(MixerState.DRAINED)
 
@@ -138,20 +179,23 @@ class Mixer:
         )
         with record_function("Mixer::finish"), torch.no_grad():
             self._compare()
-            for tag, exchange in enumerate(self._in_flight):
+            for tag, exchange in self._in_flight.items():
                 if self.state is MixerState.IN_FLIGHT:
                     self._wait_for(exchange)
-                self._mix(tag, exchange)
+                if isinstance(exchange, CodedExchange):
+                    self._mix_coded(exchange)
+                else:
+                    self._mix(tag, exchange)
             self._landed(MixerState.IDLE)
         if self._in_flight:  # else a local step
-            self._left_out.count(exchange.left_out for exchange in self._in_flight)
-        self._in_flight = []
+            self._left_out.count(exchange.left_out for exchange in self._in_flight.values())
+        self._in_flight = {}
 
     def discard(self) -> None:
         """Wait until nothing is on the wire, and forget what was received, and sent."""
         self.drain()
         self._left_out.forget_norms()
-        self._state, self._in_flight = MixerState.IDLE, []
+        self._state, self._in_flight = MixerState.IDLE, {}
 
     def close(self) -> None:
         """Wait for what is in flight, and let go of all memory."""
@@ -159,7 +203,21 @@ class Mixer:
             if self.state is MixerState.IN_FLIGHT:
                 self.drain()
         finally:
-            self._in_flight, self._inboxes, self._sources, self._targets = [], [], [], []
+            self._in_flight, self._inboxes, self._sources, self._targets = {}, [], [], []
+            self._parcels = {}
+
+    # - State
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return what the wire format keeps of each bucket, where it keeps anything."""
+        states = [parcel.outbox.state_dict() for parcel in self._parcels.values()]
+        return [state for state in states if state]
+
+    def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
+        """Continue from a state; from none where buckets are others, or of other members."""
+        fits = len(states) == len(self._parcels)
+        for index, parcel in enumerate(self._parcels.values()):
+            parcel.load_state_dict(states[index] if fits else None)
 
     def _mix(self, tag: int, exchange: Exchange) -> None:
         """x_i ← w_ii x_i + Σ_j w_ij x_j, from what the exchange left in the inbox."""
@@ -178,6 +236,13 @@ class Mixer:
         else:
             target.sub_(source).mul_(own).add_(inbox)
 
+    def _mix_coded(self, exchange: CodedExchange) -> None:
+        exchange.mix()
+        self._telemetry.undecoded.update(exchange.undecoded)
+        if exchange.undecoded and not self._said_undecoded:
+            self._said_undecoded = True
+            _log.warning(UNDECODED, "rank", self._transport.rank, "rank", exchange.undecoded[0])
+
     def _compare(self) -> None:
         """Wait until all ranks have said which round they are in, where they compare that."""
         if self._comparison is not None:
@@ -186,7 +251,7 @@ class Mixer:
             self._comparison = None
             self._telemetry.exposed_s += time.perf_counter() - began
 
-    def _wait_for(self, exchange: Exchange) -> None:
+    def _wait_for(self, exchange: InFlight) -> None:
         began = time.perf_counter()
         self._transport.wait_for(exchange)
         self._telemetry.exposed_s += time.perf_counter() - began

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Sequence
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -19,6 +20,7 @@ from gossamer.gossip.buckets import is_dense
 from gossamer.gossip.guard import held_by, is_guarded
 from gossamer.gossip.shards import is_a, local, shard_group
 from gossamer.gossip.wrapper_watch import is_wrapped_over, ranks_in_both, ranks_shared_with
+from gossamer.wire import Wire
 
 _log = logging.getLogger(__name__)
 
@@ -27,6 +29,14 @@ def check_positive(name: str, value: object, positive: bool) -> None:
     """Raise where an argument is not above 0."""
     if not positive:
         raise UserError(f"{name} must be above 0, got {value}; leave it out for the default")
+
+
+def check_device(wire: Wire, device: torch.device) -> None:
+    """Raise where a wire format does not work where parameters are."""
+    if wire.on_cpu_only and device.type != "cpu":
+        raise UserError(
+            f"{wire} needs parameters in main memory, got them on {device}; use wire='bf16'"
+        )
 
 
 def to_group(process_group: ProcessGroup | DeviceMesh | None, model: nn.Module) -> ProcessGroup:

@@ -17,6 +17,7 @@ from gossamer.gossip.mixer import Mixer, MixerState
 from gossamer.gossip.replica import Replica
 from gossamer.gossip.shards import local, locals_of, sharded_as
 from gossamer.topology import Round
+from gossamer.wire import Packing
 
 
 @final
@@ -31,6 +32,7 @@ class RankContext:
         replica: holds the states that an algorithm keeps.
         mixers: of each state that is exchanged, by name.
         source: gives the rounds of every step, and sees gradients before the update.
+        packing: which buckets each step exchanges.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class RankContext:
         replica: Replica,
         mixers: Mapping[str, Mixer],
         source: RoundSource,
+        packing: Packing,
     ) -> None:
         self._trained = trained
         self._names = names
@@ -52,6 +55,7 @@ class RankContext:
         self.mixer = mixers[PARAMETERS]
         """Of the parameters: all that may be in flight between two steps."""
         self.source = source
+        self._packing = packing
         self._to_agree_on = ""
 
     @property
@@ -118,7 +122,8 @@ class RankContext:
         """Begin to exchange a state."""
         agrees_on, self._to_agree_on = self._to_agree_on, ""
         self._replica.collect(state)
-        self._mixers[state].start(round, step, agrees_on=agrees_on)
+        buckets = self._packing.at(step)
+        self._mixers[state].start(round, step, buckets=buckets, agrees_on=agrees_on)
 
     def finish(self, state: str = PARAMETERS) -> None:
         """Wait for the exchange of a state, and mix it."""

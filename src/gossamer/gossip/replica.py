@@ -67,6 +67,8 @@ class Replica:
         self.weighted = algorithm.weighted
         self.weight = torch.ones(1, dtype=torch.float64, device=self.device)
         """How much of the sum of all workers' parameters this worker has, where it is weighted."""
+        self.exact = [self.weight] if self.weighted else []
+        """Exchanged with the parameters, in full."""
         self._held = {
             PARAMETERS: self.buckets,
             **{name: flatten_(self.states[name], bucket_mb, slices) for name in algorithm.tracked},
@@ -76,10 +78,6 @@ class Replica:
             for state, buckets in self._held.items()
         }
         """What is exchanged, by state: buckets, or slices of them."""
-        self.sent = [*self.exchanged[PARAMETERS]]
-        """Of the parameters; all ranks within a node together send all of them."""
-        if self.weighted:
-            self.exchanged[PARAMETERS].append(self.weight)
 
     @property
     def is_released(self) -> bool:
@@ -123,7 +121,7 @@ class Replica:
         reshard(self._sharded)
         self.collect()
         weight, mean = self.weight, average(self.weight) if self.weighted else self.weight
-        for bucket, sent in zip(self.buckets, self.sent, strict=True):
+        for bucket, sent in zip(self.buckets, self.exchanged[PARAMETERS], strict=True):
             if not self.weighted:
                 yield from self._targets_of(bucket, average(sent))
             else:
@@ -166,5 +164,5 @@ class Replica:
         flattened, self._flattened = self._flattened, []
         self.buckets, self.changing, self._averaged = [], [], []
         self._trained, self._copies, self._sharded = [], [], []
-        self.states, self.exchanged, self._held, self.sent = {}, {}, {}, []
+        self.states, self.exchanged, self._held, self.exact = {}, {}, {}, []
         unflatten_(flattened)

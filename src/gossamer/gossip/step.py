@@ -186,6 +186,15 @@ class Step:
         if kept or self._context.state_dict():
             _log.warning("the state is not of %r, which starts anew", self._algorithm)
 
+    def wire_state(self) -> dict[str, Any]:
+        """Return what the wire format keeps, where it keeps anything, as a part of a state."""
+        kept = self._mixer.state_dict()
+        return {"wire": kept} if kept else {}
+
+    def load_wire(self, state: dict[str, Any]) -> None:
+        """Take it from a state; without one, or from one of other buckets, it starts anew."""
+        self._mixer.load_state_dict(state.get("wire", []))
+
     def norms_state(self) -> dict[str, Any]:
         """Return the norms that were measured last, where any are, as a part of a state."""
         if self.last_norms is None:

@@ -45,6 +45,10 @@ class Stats:
     mean_moved: int = 0
     """How many of those rounds moved the mean of the others: where weights are not symmetric."""
 
+    undecoded: Mapping[int, int] = field(default_factory=dict[int, int])
+    """By rank, how many of its buckets this rank could not decode, and so did not mix with: numbers
+    differed by more than the wire format can tell."""
+
     @property
     def exposed_per_step_s(self) -> float:
         """How long a step waits for its exchange, on average."""
@@ -60,6 +64,7 @@ class Stats:
         scalars = {
             **asdict(self),
             "left_out": sum(self.left_out.values()),
+            "undecoded": sum(self.undecoded.values()),
             "exposed_per_step_s": self.exposed_per_step_s,
             "overlap": self.overlap,
         }
@@ -79,6 +84,7 @@ class Telemetry:
     collective_s: float = 0.0
     left_out: Counter[int] = field(default_factory=Counter[int])
     mean_moved: int = 0
+    undecoded: Counter[int] = field(default_factory=Counter[int])
 
     def count(self, messages: int, num_bytes: int) -> None:
         """Count messages that were sent."""
@@ -105,4 +111,5 @@ class Telemetry:
             meeting_s=self.collective_s,
             left_out=dict(self.left_out),
             mean_moved=self.mean_moved,
+            undecoded=dict(self.undecoded),
         )

@@ -6,18 +6,20 @@ every send of the bucket and its first receive. What waits is the collecting of 
 one after the other into one spare tensor; it runs on a thread of its own, in the same order. Each
 message that anybody waits for has therefore been posted, or will be by a rank that need not wait
 for anything of this round before it posts. Where neighbours have not been connected yet, that
-thread connects them, in an order that all ranks share, before it posts and collects. All-reduces
-run on groups whose members all begin them in the same order. An exchange ends only when its sends
-have been taken, and a rank begins the next round after that; Gloo delivers the messages of one pair
-and tag in the order in which they were posted. So one step's message cannot be taken for another's.
+thread connects them, in an order that all ranks share, before it posts and collects. Coded messages
+are written and posted by that thread, all of a round before it collects the first. All-reduces run
+on groups whose members all begin them in the same order. An exchange ends only when its sends have
+been taken, and a rank begins the next round after that; Gloo delivers the messages of one pair and
+tag in the order in which they were posted. So one step's message cannot be taken for another's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, final
+from typing import Any, TypeAlias, final
 
 import numpy as np
 import torch
@@ -27,9 +29,13 @@ from torch.distributed import ProcessGroup
 
 from gossamer.gossip.collector import Collector
 from gossamer.gossip.connections import Connections
-from gossamer.gossip.exchange import Exchange
+from gossamer.gossip.exchange import Exchange, InFlight
+from gossamer.gossip.parcel import CodedExchange, Parcel
 from gossamer.gossip.telemetry import Telemetry
 from gossamer.topology import Round
+
+_Posted: TypeAlias = tuple[list[Callable[[], None]], list[Callable[[], None]]]
+"""What waits for the first receive, if any, and for each send."""
 
 
 @final
@@ -113,7 +119,57 @@ class Transport:
         wait = self._connections.begin_sum(group, role.reduced_with, inbox, what)
         return exchange.after([wait, partial(exchange.take_sum, role.reduced_with)])
 
-    def wait_for(self, exchange: Exchange) -> None:
+    def begin_coded(
+        self, round: Round, parcels: Sequence[tuple[int, Parcel]], *, marks: bool
+    ) -> list[CodedExchange]:
+        """Start the coded exchanges of some buckets; see Note [No deadlock].
+
+        The collecting thread writes and sends all of them before it waits for any.
+
+        Args:
+            round: who mixes with whom.
+            parcels: tag and memory of each bucket, which must not change until the exchange has
+                been waited for.
+            marks: whether this rank says that it is left out.
+        """
+        role = self._role_in(round)
+        begun = [
+            CodedExchange(parcel, role.self_weight, keeps_rest=round.keeps_consensus, marks=marks)
+            for _, parcel in parcels
+        ]
+        num_bytes = sum(parcel.incoming.nbytes for _, parcel in parcels)
+        num_receivers = len(role.receivers)
+        self._telemetry.count(num_receivers * len(parcels), num_receivers * num_bytes)
+        tagged = [(tag, exchange) for (tag, _), exchange in zip(parcels, begun, strict=True)]
+        if not self._connections.on_cpu:
+            for tag, exchange in tagged:
+                source, inbox = exchange.fill(), exchange.parcel.incoming
+                exchange.after(self._begin_over_nccl(role, source, inbox, tag, exchange))
+            return begun
+        posted = [
+            self._collector.submit(partial(self._fill_and_post, role, tag, exchange))
+            for tag, exchange in tagged
+        ]
+        for (tag, exchange), posts in zip(tagged, posted, strict=True):
+
+            def collect(
+                tag: int = tag,
+                exchange: CodedExchange = exchange,
+                posts: Future[_Posted] = posts,
+            ) -> None:
+                first, sends = posts.result()
+                self._collect(role, exchange.parcel.incoming, tag, first, exchange)
+                for wait in sends:
+                    wait()
+
+            exchange.after([self._collector.submit(collect).result])
+        return begun
+
+    def _fill_and_post(self, role: _Role, tag: int, exchange: CodedExchange) -> _Posted:
+        self._connections.open_lanes(role.lanes)
+        return self._post(role, exchange.fill(), exchange.parcel.incoming, tag)
+
+    def wait_for(self, exchange: InFlight) -> None:
         """Return when the exchange's inbox is filled and its source may change again."""
         with self._connections.detector.blocked():
             exchange.wait()
@@ -148,9 +204,7 @@ class Transport:
             return [collect, *sends]
         return [self._collector.submit(collect).result, *sends]
 
-    def _post(
-        self, role: _Role, source: Tensor, inbox: Tensor, tag: int
-    ) -> tuple[list[Callable[[], None]], list[Callable[[], None]]]:
+    def _post(self, role: _Role, source: Tensor, inbox: Tensor, tag: int) -> _Posted:
         """Begin the first receive, and all sends; return what waits for them."""
         first = [self._receive(inbox, sender, tag) for sender in role.senders[:1]]
         return first, [self._send(source, receiver, tag) for receiver in role.receivers]
@@ -161,7 +215,7 @@ class Transport:
         inbox: Tensor,
         tag: int,
         first: list[Callable[[], None]],
-        exchange: Exchange,
+        exchange: InFlight,
     ) -> None:
         """Wait for the first receive, and take the further ones one after the other."""
         for wait in first:
@@ -171,9 +225,10 @@ class Transport:
             spare = self._spare_like(inbox)
             self._receive(spare, sender, tag)()
             exchange.take(spare, sender, weight)
+        exchange.complete()
 
     def _begin_over_nccl(
-        self, role: _Role, source: Tensor, inbox: Tensor, tag: int, exchange: Exchange
+        self, role: _Role, source: Tensor, inbox: Tensor, tag: int, exchange: InFlight
     ) -> list[Callable[[], object]]:
         # One batch per bucket, as NCCL requires, so each message gets a tensor of its own, and a
         # round of degree k holds k copies; waiting and mixing are ordered by the device's streams.
@@ -190,6 +245,7 @@ class Transport:
                 self._connections.wait(work, f"bucket {tag}", tuple(role.senders))
             for arrived in zip(inboxes, role.senders, role.weights, strict=False):
                 exchange.take(*arrived)
+            exchange.complete()
 
         return [collect]
 

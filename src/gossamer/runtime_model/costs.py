@@ -100,12 +100,23 @@ def nothing(num_workers: int, num_buckets: int) -> ExchangeTime:
     return ExchangeTime(alone, np.zeros((num_workers, num_buckets)))
 
 
-def mix(links: Links, round: Round, bucket_bytes: Sequence[int]) -> ExchangeTime:
+def mix(
+    links: Links,
+    round: Round,
+    bucket_bytes: Sequence[int],
+    message_bytes: Sequence[float] | None = None,
+) -> ExchangeTime:
     """Return the exchange of a round, as gossip runs it.
 
     What is no all-reduce is messages, which a worker receives one after the other. It meets those
     it sends to as well: a message moves when both ends are there, and its sends must be taken
     before it goes on.
+
+    Args:
+        links: of the cluster.
+        round: who mixes with whom.
+        bucket_bytes: of each bucket.
+        message_bytes: what is sent of each, where that is not the bucket itself.
     """
     groups = round.groups()
     cost_WK = _reduce_cost(links, round.reduced_groups(), bucket_bytes)
@@ -114,7 +125,9 @@ def mix(links: Links, round: Round, bucket_bytes: Sequence[int]) -> ExchangeTime
     per_bit_W /= np.where(round.in_degrees > 1, links.fan_in_efficiency, links.pair_efficiency)
     latency_W = _sum_by(receivers, _latency(links, senders, receivers), links.num_workers)
     meet = _within(groups) if groups is not None else _with_neighbours(round)
-    return ExchangeTime(meet, cost_WK + _affine(latency_W, per_bit_W, bucket_bytes))
+    return ExchangeTime(
+        meet, cost_WK + _affine(latency_W, per_bit_W, message_bytes or bucket_bytes)
+    )
 
 
 def all_reduce(links: Links, bucket_bytes: Sequence[int]) -> ExchangeTime:
@@ -196,7 +209,7 @@ def _ring_cost(
     return per_bit_W, latency_W
 
 
-def _affine(latency_W: FloatArray, per_bit_W: FloatArray, num_bytes: Sequence[int]) -> FloatArray:
+def _affine(latency_W: FloatArray, per_bit_W: FloatArray, num_bytes: Sequence[float]) -> FloatArray:
     return latency_W[:, None] + per_bit_W[:, None] * (8.0 * np.asarray(num_bytes))
 
 

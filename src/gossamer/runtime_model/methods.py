@@ -30,11 +30,15 @@ from gossamer.runtime_model.model import (
 )
 from gossamer.runtime_model.profile import Profile
 from gossamer.topology import Round, Schedule, parse, spaced
+from gossamer.wire import parse_wire
 
 DDP = "ddp"
 """What all others are compared with."""
 
 NUM_TRIALS = 24
+_ITEM_BYTES = 4
+"""Of a number, where a message is not the bucket itself."""
+
 _MANY_WORKERS = 256
 """From here on there are fewer trials, so that a prediction rests on as many samples."""
 
@@ -50,10 +54,28 @@ class Job(NamedTuple):
     every: int = 1
     """Steps from one exchange of gossip to the next."""
 
+    wire: str = "fp32"
+    """What of parameters travels in messages of gossip."""
+
+    fragments: int = 1
+    """Of the parameters, of which each exchange of gossip is one in turn."""
+
     @classmethod
     def of(cls, profile: Profile, num_workers: int, algorithm: str = "awc", every: int = 1) -> Job:
         """Return a profile's job on this many workers, with the batch per worker unchanged."""
         return cls(profile, Links.of(profile.network, num_workers), algorithm, every)
+
+    @property
+    def message_bytes(self) -> list[float]:
+        """What a worker sends of each bucket in one message, on average over fragments."""
+        wire = parse_wire(self.wire)
+        sizes = [wire.num_bytes(num // _ITEM_BYTES, _ITEM_BYTES) for num in self.bucket_bytes]
+        return [size / self.fragments for size in sizes]
+
+    @property
+    def coding_s(self) -> float:
+        """How long messages of a step are written and read, beside what a worker computes."""
+        return parse_wire(self.wire).passes * self.profile.mix_s / self.fragments
 
     @property
     def bucket_bytes(self) -> list[int]:
@@ -140,14 +162,20 @@ def gossip(
         repeats: how often each round is done.
         gathered_bytes: what every worker tells all others before each exchange, as to a controller.
     """
+    parse_wire(job.wire).check(parse_algorithm(job.algorithm), schedule)
+    num_fragments, num_buckets = job.fragments, len(job.bucket_bytes)
+    reduced_bytes = [round(num / num_fragments) for num in job.bucket_bytes]
     stride = max(1, num_steps // ITERATIONS)
     cycle = repeating(schedule, every, most=max(1, ITERATIONS // every), stride=stride)
     period = cycle.period or 1
 
     @cache
     def of_round(index: int) -> ExchangeTime:
-        mixed = costs.mix(job.links, cycle.round(index), job.bucket_bytes)
-        cost_WK = repeats * mixed.cost_WK
+        of_step = cycle.round(index)
+        mixed = costs.mix(job.links, of_step, reduced_bytes, job.message_bytes)
+        coded_W = np.where(of_step.reduces, 0, of_step.in_degrees > 0)
+        coding_WK = np.outer(coded_W, np.full(num_buckets, job.coding_s / num_buckets))
+        cost_WK = repeats * (mixed.cost_WK + coding_WK)
         if not gathered_bytes:
             return ExchangeTime(mixed.meet, cost_WK)
         cost_WK[:, 0] += costs.all_gather_s(job.links, gathered_bytes)
@@ -157,7 +185,8 @@ def gossip(
         return of_round(step % period)
 
     passes = [_passes(cycle.round(index)) for index in range(period)]
-    compute = job.compute(repeats * float(np.mean(passes)), job.profile.hooks.gossip_s)
+    passed = repeats * float(np.mean(passes)) / num_fragments
+    compute = job.compute(passed, job.profile.hooks.gossip_s)
     return TimedMethod(order, compute, job.links.num_workers, exchange, period)
 
 
@@ -227,7 +256,7 @@ def build(name: str, job: Job) -> TimedMethod:
     algorithm = parse_algorithm(job.algorithm)
     return gossip(
         job,
-        schedule=algorithm.adapt(schedule_of(name, job)),
+        schedule=algorithm.adapt(schedule_of(name, job), fragments=job.fragments),
         every=job.every,
         order=order_of(job.algorithm),
         repeats=algorithm.num_exchanges,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, final
@@ -31,6 +33,7 @@ from gossamer.runtime_model.model import Prediction, predict
 from gossamer.runtime_model.profile import Profile
 from gossamer.topology.cost import ring_copies
 from gossamer.topology.summary import summarize
+from gossamer.wire import parse_wire
 
 WORTH_IT = 0.03
 """Share of an iteration that gossip must save: less is not worth giving up the exact average."""
@@ -42,6 +45,9 @@ LEVEL = 0.1
 """Methods whose times differ by less are level: so far off are predictions, where the model has
 been held against measurements."""
 
+
+_WIRES = ("fp32", "bf16", "modulo(bits=8)", "modulo(bits=4)")
+"""Those that advice looks at, from the most bits to the fewest."""
 
 MAX_SCALES = 32
 MAX_WORKERS = 2**14
@@ -93,6 +99,13 @@ class Advice:
     saving: float
     """Share of DDP's time, by that which ranks."""
 
+    wire: str
+    """What should travel in the fastest gossip, taken or not: the format with the most bits that is
+    about as fast as any."""
+
+    wire_s: float
+    """The time of an iteration with that."""
+
     split: Split
     """Where the saving of the fastest gossip comes from, taken or not; per iteration."""
 
@@ -116,6 +129,12 @@ class Plan:
     every: int
     """Steps from one exchange of gossip to the next."""
 
+    wire: str
+    """What of parameters travels in gossip; advice also looks at others."""
+
+    fragments: int
+    """Of the parameters, of which each exchange of gossip is one in turn."""
+
     rows: tuple[Row, ...]
     advice: tuple[Advice, ...]
     missing: dict[str, str]
@@ -125,10 +144,11 @@ class Plan:
         """Return the job at one of the scales."""
         compute = _compute_factor(self.profile, workers, strong=self.strong)
         profile = self.profile.with_compute(compute)
-        return Job.of(profile, workers, self.algorithm, self.every)
+        job = Job.of(profile, workers, self.algorithm, self.every)
+        return job._replace(wire=self.wire, fragments=self.fragments)
 
 
-def make_plan(
+def make_plan(  # noqa: PLR0913 - one keyword per option
     profile: Profile,
     workers: Sequence[int],
     *,
@@ -136,6 +156,8 @@ def make_plan(
     strong: bool = False,
     algorithm: str = "awc",
     every: int = 1,
+    wire: str = "fp32",
+    fragments: int = 1,
     losses: Sequence[MeasuredLoss] | None = None,
 ) -> Plan:
     """Predict all methods at all scales, and advise.
@@ -148,10 +170,13 @@ def make_plan(
             shrinks as workers are added; by default the batch of each worker stays.
         algorithm: of gossip.
         every: steps from one exchange of gossip to the next.
+        wire: what of parameters travels in gossip.
+        fragments: of the parameters, of which each exchange of gossip is one in turn.
         losses: what was measured; by default what comes with the package.
     """
     _check_scales(profile, workers)
     parse_algorithm(algorithm)  # a name that is none is refused once, not at every topology
+    parse_wire(wire)
     losses = packaged_losses() if losses is None else losses
     losses = [row for row in losses if row.kind == profile.kind]
     rows: list[Row] = []
@@ -160,6 +185,7 @@ def make_plan(
     for scale in dict.fromkeys(workers):
         compute = _compute_factor(profile, scale, strong=strong)
         job = Job.of(profile.with_compute(compute), scale, algorithm, every)
+        job = job._replace(wire=wire, fragments=fragments)
         of_scale = _rows(job, topologies, missing, losses)
         if all(row.method in METHODS for row in of_scale):
             raise UserError(
@@ -173,6 +199,8 @@ def make_plan(
         strong=strong,
         algorithm=algorithm,
         every=every,
+        wire=wire,
+        fragments=fragments,
         rows=tuple(rows),
         advice=tuple(advice),
         missing=missing,
@@ -230,8 +258,12 @@ def _row(job: Job, name: str, prediction: Prediction, ddp_s: float, loss: LossGa
         mixing, rounds = (1.0, 1) if exact else (None, None)
     else:
         algorithm = parse_algorithm(job.algorithm)
-        summary = summarize(algorithm.adapt(schedule_of(name, job)))
-        sent = summary.copies_sent * num_bytes * algorithm.num_exchanges / job.every
+        schedule = algorithm.adapt(schedule_of(name, job))
+        summary = summarize(schedule)
+        # A wire format is for messages; what is reduced goes in full.
+        reduces = schedule.round(0).reduces.any()
+        whole = num_bytes / job.fragments if reduces else sum(job.message_bytes)
+        sent = summary.copies_sent * whole * algorithm.num_exchanges / job.every
         mixing, rounds = summary.mixing_rate, summary.rounds_to_consensus
         rounds = rounds and rounds * job.every
     more_steps = loss and loss.more_steps
@@ -271,16 +303,44 @@ def _advise(job: Job, rows: Sequence[Row], losses: Sequence[MeasuredLoss]) -> Ad
         if stay
         else _why_gossip(seconds, best, as_fast, split, to_loss)
     )
+    wire, wire_s = _best_wire(job, best)
     method = DDP if stay else best.method
     level = _level_with(method, seconds)
     return Advice(
         workers=ddp.workers,
         method=method,
-        reason=reason + _why_level(level) + _why_ranked(to_loss, known=bool(losses)),
+        reason=reason
+        + _why_wire(job, best, wire, wire_s)
+        + _why_level(level)
+        + _why_ranked(to_loss, known=bool(losses)),
+        wire=wire,
+        wire_s=wire_s,
         ranked_by="equal loss" if by_loss else "step",
         saving=0.0 if stay else saving,
         split=split,
         level=level,
+    )
+
+
+def _best_wire(job: Job, best: Row) -> tuple[str, float]:
+    """Return the wire format with the most bits that is about as fast as any, and its time."""
+    seconds = {job.wire: best.prediction.mean_s}
+    for wire in _WIRES:
+        if wire not in seconds:
+            with contextlib.suppress(UserError):  # where it cannot travel
+                timed = build(best.method, job._replace(wire=wire))
+                seconds[wire] = predict(timed, job.trials()).mean_s
+    limit_s = min(seconds.values()) * (1 + AS_FAST)
+    most_bits = [wire for wire in (job.wire, *_WIRES) if seconds.get(wire, math.inf) <= limit_s]
+    return most_bits[0], seconds[most_bits[0]]
+
+
+def _why_wire(job: Job, best: Row, wire: str, wire_s: float) -> str:
+    if wire == job.wire:
+        return ""
+    return (
+        f"; with wire={wire!r} {best.method} takes {1e3 * wire_s:.3g} ms, where with {job.wire} "
+        f"it takes {1e3 * best.prediction.mean_s:.3g}"
     )
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from gossamer.errors import UserError
 from gossamer.nonfinite import measured_norms
 from gossamer.normalization import StatisticsRule, running_statistics
+from gossamer.simulate.coded import CodedBucket
 from gossamer.simulate.gradients import ChunkGradients
 from gossamer.simulate.mixing import mix_
 from gossamer.simulate.workers import NamedTensors
@@ -93,35 +94,50 @@ class Replicas:
         """Return copies of what neighbours get of statistics while forward passes change them."""
         return [s.clone() for s in self._statistics.values()] if self._rule.mixed else []
 
-    def mix(self, round: Round, sent: Sequence[Tensor] = ()) -> FloatArray:
-        """Mix all parameters with a round, and statistics where they are mixed.
+    def mix(
+        self,
+        round: Round,
+        whole: Sequence[Tensor],
+        coded: Sequence[CodedBucket] = (),
+        sent: Sequence[Tensor] = (),
+    ) -> FloatArray:
+        """Mix parameters with a round, and statistics where they are mixed.
 
         Workers whose parameters are not finite are left out. Returns the norms of all of them
         before that, [W], NaN of those.
 
         Args:
             round: on as many workers.
+            whole: those that travel as they are.
+            coded: buckets of the others.
             sent: statistics as neighbours get them, one per statistic; by default as they are.
         """
         norms_W = self.measured_norms(sent)
         away = _not_finite(norms_W)
+        for bucket in coded:
+            bucket.mix_(round, away)
         if not away:
-            self._mix(round, sent)
+            self._mix(round, whole, sent)
             return norms_W
         statistics = self._statistics.values() if self._rule.mixed else ()
-        with _put_back(away, [*self.parameters.values(), *statistics], sent):
-            self._mix(round.without(away), sent)
+        with _put_back(away, [*whole, *statistics], sent):
+            self._mix(round.without(away), whole, sent)
         return norms_W
 
-    def mix_state(self, state: Sequence[Tensor], round: Round) -> FloatArray:
+    def mix_state(
+        self, state: Sequence[Tensor], round: Round, coded: Sequence[CodedBucket] = ()
+    ) -> FloatArray:
         """Mix a state that is like the parameters; workers where it is not finite are left out.
 
         Returns its norms before that, [W], NaN of those.
         """
         norms_W = measured_norms(state)
         away = _not_finite(norms_W)
-        with _put_back(away, state):
-            for tensor in state:
+        for bucket in coded:
+            bucket.mix_(round, away)
+        whole = state if not coded else []
+        with _put_back(away, whole):
+            for tensor in whole:
                 mix_(tensor, round.without(away) if away else round)
         return norms_W
 
@@ -130,8 +146,8 @@ class Replicas:
         statistics = (sent or self._statistics.values()) if self._rule.mixed else ()
         return measured_norms([*self.parameters.values(), *statistics])
 
-    def _mix(self, round: Round, sent: Sequence[Tensor]) -> None:
-        for parameter in self.parameters.values():
+    def _mix(self, round: Round, whole: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
+        for parameter in whole:
             mix_(parameter, round)
         if self.weighted:
             mix_(self.weight, round)

@@ -43,6 +43,7 @@ from gossamer.simulate.update import MakeOptimizer, is_elementwise, make_update
 from gossamer.simulate.workers import AllWorkers
 from gossamer.topology import Round, Schedule, as_schedule
 from gossamer.topology.arrays import FloatArray
+from gossamer.wire import Packing, parse_wire
 
 
 @final
@@ -65,6 +66,9 @@ class Simulation:
         buffers: running statistics of normalization layers are ``"average"``: each worker's own,
             and averaged by ``average()``; ``"local"``: each worker's own, and worker 0's in
             ``average()``; or ``"mix"``: mixed at every step, as parameters are.
+        wire: what of parameters travels, as in ``decentralize``.
+        fragments: of which each exchange is one in turn, as in ``decentralize``.
+        bucket_mb: size of a bucket in megabytes, as in ``decentralize``: a message is of one.
         dtype: of parameters, and of floating-point inputs.
         seed: of what forward passes draw; see ``worker_seed``.
         memory_gb: most memory for parameters, gradients, optimizer state and activations; by
@@ -93,6 +97,9 @@ class Simulation:
         gossip_steps: int = 1,
         control: str | Policy | Target = "plain",
         buffers: str = "average",
+        wire: str = "fp32",
+        fragments: int = 1,
+        bucket_mb: float = 25.0,
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
         memory_gb: float | None = None,
@@ -102,15 +109,18 @@ class Simulation:
         nonfinite_rounds: int = 10,
     ) -> None:
         self._algorithm = parse_algorithm(algorithm, order)
-        self.schedule = self._algorithm.adapt(as_schedule(topology, workers), every)
+        given = as_schedule(topology, workers)
+        self.schedule = self._algorithm.adapt(given, every, fragments)
         self.num_steps = 0
         """Steps taken so far."""
         make_source = make_round_source(
-            control, self.schedule, self._algorithm, gossip_steps, every
+            control, self.schedule, self._algorithm, gossip_steps, every, fragments
         )
         rule = rule_of(buffers)
         self._algorithm.check_statistics(mixed=rule.mixed)
         self._algorithm.check_precision([torch.empty(0, dtype=dtype)])
+        format = parse_wire(wire)
+        format.check(self._algorithm, self._algorithm.adapt(given))
         check_limit(nonfinite_rounds)
         check_clip_norm(clip_norm)
         self._clip_norm = clip_norm
@@ -118,6 +128,7 @@ class Simulation:
 
         # - One worker
         template = make_template(model, loss, optimizer, workers, dtype, seed, memory_gb, gradients)
+        packing = Packing([*template.trained.values()], bucket_mb, fragments, every)
         elementwise = is_elementwise(optimizer, template.trained.values())
         if self._algorithm.reads_optimizer and not elementwise:
             raise UserError(
@@ -142,6 +153,8 @@ class Simulation:
             self._update,
             self._algorithm,
             self._source,
+            format,
+            packing,
             self._algorithm.most_nonfinite(nonfinite_rounds),
         )
         self._norm_steps = NormSteps(self.schedule, self._algorithm.overlaps, norms_every)
@@ -178,13 +191,18 @@ class Simulation:
 
     @property
     def messages_sent(self) -> npt.NDArray[np.int64]:
-        """Messages that each worker would have sent so far, one bucket for all parameters, [W]."""
+        """Messages that each worker would have sent so far, [W]."""
         return self._context.messages_sent
 
     @property
     def left_out(self) -> npt.NDArray[np.int64]:
         """In how many rounds each worker was left out because its parameters were not finite."""
         return self._context.left_out
+
+    @property
+    def undecoded(self) -> npt.NDArray[np.int64]:
+        """How many buckets of others each worker could not decode, and so did not mix with."""
+        return self._context.undecoded
 
     @property
     def mean_moved(self) -> int:

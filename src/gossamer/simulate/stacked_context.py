@@ -16,10 +16,12 @@ from torch import Tensor
 from gossamer.algorithms import PARAMETERS, Algorithm, name_of_numbers, states_of, unfinished
 from gossamer.consensus import RoundSource
 from gossamer.nonfinite import ParameterWatch, measured_norms
+from gossamer.simulate.coded import CodedBucket
 from gossamer.simulate.replicas import Replicas
 from gossamer.simulate.template import bytes_of
 from gossamer.simulate.update import Update
 from gossamer.topology import Round
+from gossamer.wire import Packing, Wire
 
 _log = logging.getLogger(__name__)
 
@@ -33,6 +35,8 @@ class StackedContext:
         update: what updates them.
         algorithm: what it keeps besides parameters.
         source: gives the rounds of every step.
+        wire: what of a state travels.
+        packing: which tensors travel together, and which of these buckets each step exchanges.
         nonfinite_rounds: after so many rounds in a row in which a worker's parameters are not
             finite, mixing raises; 0 for never.
     """
@@ -43,6 +47,8 @@ class StackedContext:
         update: Update,
         algorithm: Algorithm,
         source: RoundSource,
+        wire: Wire,
+        packing: Packing,
         nonfinite_rounds: int,
     ) -> None:
         self.parameters: Sequence[Tensor] = list(replicas.parameters.values())
@@ -55,6 +61,11 @@ class StackedContext:
         kept = (*algorithm.tracked, *algorithm.kept)
         self._states = {name: [torch.zeros_like(p) for p in self.parameters] for name in kept}
         self._algorithm = algorithm
+        # - In which format states travel, and which tensors together
+        self._wire = wire
+        self._packing = packing
+        exchanged = {PARAMETERS: self.parameters} | {n: self._states[n] for n in algorithm.tracked}
+        self._coded = {name: self._code(tensors) for name, tensors in exchanged.items()}
         # - Exchanges in flight, by state: the round, and statistics as they are sent
         self._in_flight: dict[str, tuple[Round, list[Tensor]]] = {}
         self._step = 0
@@ -68,12 +79,21 @@ class StackedContext:
             for name, of_state in norms.items()
         }
         # - What was sent
-        self._copies_sent: npt.NDArray[np.float64] = np.zeros(num)
+        self._bytes_sent: npt.NDArray[np.float64] = np.zeros(num)
         self._messages_sent: npt.NDArray[np.int64] = np.zeros(num, np.int64)
         self._weights_sent: npt.NDArray[np.int64] = np.zeros(num, np.int64)
-        self._statistics_sent: npt.NDArray[np.float64] = np.zeros(num)
         self.left_out: npt.NDArray[np.int64] = np.zeros(num, np.int64)
         self.mean_moved = 0
+
+    def _code(self, tensors: Sequence[Tensor]) -> list[CodedBucket]:
+        """Return buckets of a state; none where they travel as they are."""
+        coded: list[CodedBucket] = []
+        for indices in self._packing.buckets:
+            first = tensors[indices[0]]
+            codec = self._wire.codec(first.dtype, first.device)
+            if codec is not None:
+                coded.append(CodedBucket([tensors[i] for i in indices], codec))
+        return coded
 
     # - What an algorithm sees
 
@@ -130,20 +150,23 @@ class StackedContext:
             round = self.given
         if not round.degree and round.num_workers > 1:  # a local step
             return
-        replicas = self._replicas
-        norms_W = (
-            replicas.mix(round, sent)
-            if state == PARAMETERS
-            else replicas.mix_state(self._states[state], round)
-        )
+        self._wire.check_round(round, f"at step {self._step}")
+        replicas, buckets = self._replicas, self._packing.at(self._step)
+        coded = [self._coded[state][bucket] for bucket in buckets if self._coded[state]]
+        if state == PARAMETERS:
+            indices = [i for bucket in buckets for i in self._packing.buckets[bucket]]
+            whole = [self.parameters[i] for i in indices if not coded]
+            norms_W = replicas.mix(round, whole, coded, sent)
+        else:
+            norms_W = replicas.mix_state(self._states[state], round, coded)
         finite_W = self._watches[state].look(norms_W, self._step)
         if not finite_W.all():
             self.left_out += ~finite_W
             self.mean_moved += not round.symmetric
-        self._copies_sent += round.copies_sent
-        self._messages_sent += round.messages_sent
+        self._bytes_sent += self._bytes_of(round, buckets)
+        self._messages_sent += round.messages_sent * len(buckets)
         if state == PARAMETERS:
-            self._statistics_sent += round.copies_sent
+            self._bytes_sent += round.copies_sent * replicas.statistics_bytes
             if replicas.weighted:
                 self._weights_sent += round.messages_sent
 
@@ -162,14 +185,27 @@ class StackedContext:
     @property
     def bytes_sent(self) -> npt.NDArray[np.float64]:
         """Bytes that each worker would have sent so far, [W]."""
-        replicas = self._replicas
-        parameters = self._copies_sent * bytes_of(self.parameters) / replicas.num_workers
-        statistics = self._statistics_sent * replicas.statistics_bytes
-        return parameters + statistics + self._weights_sent * replicas.weight.itemsize
+        return self._bytes_sent + self._weights_sent * self._replicas.weight.itemsize
+
+    def _bytes_of(self, round: Round, buckets: Sequence[int]) -> npt.NDArray[np.float64]:
+        """Return what each worker sends of some buckets in a round; an all-reduce is in full."""
+        whole = coded = 0
+        for bucket in buckets:
+            tensors = [self.parameters[i][0] for i in self._packing.buckets[bucket]]
+            numel = sum(tensor.numel() for tensor in tensors)
+            whole += bytes_of(tensors)
+            coded += self._wire.num_bytes(numel, tensors[0].itemsize)
+        return round.copies_sent * np.where(round.reduces, whole, coded)
+
+    @property
+    def undecoded(self) -> npt.NDArray[np.int64]:
+        """How many buckets of others each worker could not decode, [W]."""
+        none = np.zeros(self._replicas.num_workers, np.int64)
+        return sum((b.undecoded for coded in self._coded.values() for b in coded), start=none)
 
     @property
     def messages_sent(self) -> npt.NDArray[np.int64]:
-        """Messages that each worker would have sent so far, one bucket for all of a state, [W]."""
+        """Messages that each worker would have sent so far, [W]."""
         return self._messages_sent + self._weights_sent
 
     # - State
@@ -184,10 +220,10 @@ class StackedContext:
                 if name not in self._algorithm.scratch
             },
             "weight": self._replicas.weight,
-            "copies_sent": self._copies_sent.tolist(),
+            "bytes_sent": self._bytes_sent.tolist(),
             "messages_sent": self._messages_sent.tolist(),
             "weights_sent": self._weights_sent.tolist(),
-            "statistics_sent": self._statistics_sent.tolist(),
+            "wire": [bucket.state_dict() for bucket in self._coded[PARAMETERS]],
         }
 
     @torch.no_grad()
@@ -204,7 +240,8 @@ class StackedContext:
             self._algorithm.restart(self)
             if state["states"] or self._states or self._replicas.weighted:
                 _log.warning("the state is not of %r, which starts anew", self._algorithm)
-        self._copies_sent = np.array(state["copies_sent"])
+        self._bytes_sent = np.array(state["bytes_sent"])
         self._messages_sent = np.array(state["messages_sent"])
         self._weights_sent = np.array(state["weights_sent"])
-        self._statistics_sent = np.array(state["statistics_sent"])
+        for bucket, kept in zip(self._coded[PARAMETERS], state["wire"], strict=True):
+            bucket.load_state_dict(kept)

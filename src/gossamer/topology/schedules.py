@@ -40,6 +40,9 @@ MAX_EVERY = 2**14
 """Steps from one exchange to the next: who looks for the exact average goes through a period."""
 
 
+MAX_FRAGMENTS = 1024
+
+
 @final
 @dataclass(frozen=True, eq=False)
 class Schedule:
@@ -135,6 +138,30 @@ def spaced(schedule: Schedule, every: int) -> Schedule:
         period = every * period if schedule.counts == "exchanges" else math.lcm(every, period)
     name = f"{schedule.name}, every {every} steps"
     return Schedule(schedule.num_workers, period, build, name, schedule.counts)
+
+
+def in_turns(schedule: Schedule, fragments: int) -> Schedule:
+    """The rounds of a schedule where each exchange is of one fragment of the parameters, in turn.
+
+    Every fragment goes through the rounds by the exchanges that it has made itself: each round
+    comes once for every fragment. A schedule of training time stays as it is.
+
+    Args:
+        schedule: any.
+        fragments: how many; 1 is the schedule itself.
+    """
+    if type(fragments) is not int or not 1 <= fragments <= MAX_FRAGMENTS:
+        raise UserError(
+            f"fragments must be a whole number from 1 to {MAX_FRAGMENTS:,}, got "
+            f"{quoted(fragments)}; 1 exchanges all parameters at once"
+        )
+    if fragments == 1 or schedule.counts == "steps":
+        return schedule
+    period = None if schedule.period is None else fragments * schedule.period
+    name = f"{schedule.name}, {fragments} fragments in turn"
+    return Schedule(
+        schedule.num_workers, period, lambda step: schedule.round(step // fragments), name
+    )
 
 
 def one_peer_ring(num_workers: int) -> Schedule:

@@ -1,9 +1,9 @@
 """Witnesses: graphs, each with its mean over seeds at each scale.
 
 Connections and dispersion belong to a graph, so a graph is one witness, however many runs it has.
-Two methods have one graph where topology, algorithm, control and exchanges are the same. Graphs are
-compared where nothing else but the learning rate differs: what does is the *variant*, such as the
-optimizer. Runs that are the same trajectory, bit by bit, count once.
+Two methods have one graph where topology, algorithm, control, wire and exchanges are the same.
+Graphs are compared where nothing else but the learning rate differs: what does is the *variant*,
+such as the optimizer. Runs that are the same trajectory, bit by bit, count once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import polars as pl
 
 from gossamer.records import Evaluation, Record, Step
 
-_GRAPH = ("topology", "algorithm", "every", "control", "gossip_steps")
+_GRAPH = ("topology", "algorithm", "every", "control", "gossip_steps", "wire", "fragments")
 _NO_VARIANT = {
     *("workload", "workers", "engine", "method", "seed", *_GRAPH),
     *("lr", "log_every", "evaluate_every", "evaluate_replicas", "evaluate_samples"),

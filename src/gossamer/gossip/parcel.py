@@ -1,0 +1,87 @@
+"""One bucket whose messages are not the bucket itself: what is sent, and what arrives of others."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from gossamer.gossip.exchange import InFlight
+from gossamer.wire import Codec, Differences, Outbox
+
+
+@final
+class Parcel:
+    """The memory of one bucket's coded exchanges, from round to round.
+
+    Args:
+        bucket: what is sent and mixed; it must not change while an exchange of it is in flight.
+        codec: writes and reads messages.
+    """
+
+    def __init__(self, bucket: Tensor, codec: Codec) -> None:
+        self.bucket = bucket
+        self.codec = codec
+        self.total = bucket.to(codec.work, copy=True)
+        """The sum of differences; before the first exchange, what all workers start from."""
+        self.outbox = Outbox(codec, bucket.numel(), self.total)
+        self.incoming = torch.empty_like(self.outbox.message)
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Continue from a state of the outbox; without one, as if all workers had this bucket."""
+        if state is None:
+            self.outbox.restart(self.bucket.clone())
+        else:
+            self.outbox.load_state_dict(state)
+
+
+@final
+class CodedExchange(InFlight):
+    """One bucket's exchange by differences with what was sent.
+
+    Args:
+        parcel: its memory.
+        self_weight: weight that the worker keeps on its own parameters.
+        keeps_rest: as of ``Differences``.
+        marks: whether this rank says that it is left out.
+    """
+
+    def __init__(
+        self, parcel: Parcel, self_weight: float, *, keeps_rest: bool, marks: bool
+    ) -> None:
+        super().__init__()
+        self.parcel = parcel
+        self._marks = marks
+        self._differences = Differences(
+            parcel.codec,
+            parcel.outbox,
+            parcel.bucket,
+            parcel.total,
+            self_weight,
+            keeps_rest=keeps_rest,
+        )
+        self.left_out = self._differences.left_out
+        self.undecoded = self._differences.undecoded
+        """Ranks whose message could not be decoded."""
+
+    def fill(self) -> Tensor:
+        """Write what this rank sends, and return it."""
+        outbox = self.parcel.outbox
+        outbox.fill_mark() if self._marks else outbox.fill(self.parcel.bucket)
+        return outbox.message
+
+    def take(self, received: Tensor, sender: int, weight: float) -> None:
+        """Add the difference of what arrived, unless this rank does not mix."""
+        if not self._marks:
+            self._differences.take(received, sender, weight)
+
+    def complete(self) -> None:
+        """Come after the last message was taken."""
+        if not self._marks:
+            self._differences.complete()
+
+    def mix(self) -> None:
+        """Mix the bucket, unless this rank does not."""
+        if not self._marks:
+            self._differences.mix()

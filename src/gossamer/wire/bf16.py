@@ -1,0 +1,70 @@
+"""Two bytes per number: each is rounded to the nearest bfloat16.
+
+    x_i + Σ_j w_ij (bf16(x_j) − bf16(x_i))
+
+Any state may travel in it, however far apart workers are. An all-reduce adds on the way, where
+rounding every partial sum would move the mean; groups that all-reduce therefore do so in full.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import final
+
+import torch
+from torch import Tensor
+
+from gossamer.wire.wire import BLOCK, Arrival, Codec, Fate, Wire
+
+
+@final
+class Bf16(Wire):
+    """The upper half of a float32, rounded."""
+
+    name = "bf16"
+    passes = 4.0
+
+    def num_bytes(self, numel: int, itemsize: int) -> int:
+        """Two per number."""
+        return 2 * numel
+
+    def codec(self, dtype: torch.dtype, device: torch.device) -> Codec:
+        """Return what rounds, and subtracts what was rounded."""
+        return _Bf16Codec(dtype, device)
+
+
+@final
+class _Bf16Codec(Codec):
+    """Messages are bfloat16 tensors; a mark has NaN in front."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(dtype, device)
+        self._theirs = torch.empty(BLOCK, dtype=self.work, device=device)
+        self._ours = torch.empty_like(self._theirs)
+
+    def new_message(self, numel: int) -> Tensor:
+        return torch.zeros(numel, dtype=torch.bfloat16, device=self.device)
+
+    def encode(self, x: Tensor, range: float, message: Tensor) -> None:
+        message.copy_(x)
+
+    def mark(self, message: Tensor) -> None:
+        message.zero_()
+        message[:1] = math.nan
+
+    def take(
+        self, message: Tensor, own: Tensor, x: Tensor, weight: float, into: Tensor, *, first: bool
+    ) -> Arrival:
+        if bool(message[:1].isnan().any()):
+            return Arrival(Fate.MARKED)
+        parts = zip(message.split(BLOCK), own.split(BLOCK), into.split(BLOCK), strict=True)
+        for theirs, ours, total in parts:
+            difference = self._theirs[: len(total)].copy_(theirs)
+            difference.sub_(self._ours[: len(total)].copy_(ours)).mul_(weight)
+            total.copy_(difference) if first else total.add_(difference)
+        return Arrival(Fate.TAKEN)
+
+    def add_own(self, own: Tensor, factor: float, into: Tensor, *, first: bool) -> None:
+        for ours, total in zip(own.split(BLOCK), into.split(BLOCK), strict=True):
+            part = self._ours[: len(total)].copy_(ours).mul_(factor)
+            total.copy_(part) if first else total.add_(part)

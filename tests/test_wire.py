@@ -1,0 +1,187 @@
+"""Wire formats by themselves: what a message stands for, and what is told of one that is wrong."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gossamer.wire import WIRES, Arrival, Codec, Differences, Fate, Outbox, parse_wire
+from gossamer.wire.wire import BLOCK
+
+ALL_WIRES = [*WIRES, "modulo(bits=4)"]
+CODED = [wire for wire in ALL_WIRES if wire != "fp32"]
+RANGED = ["modulo(bits=8)", "modulo(bits=4)"]
+DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+CPU = torch.device("cpu")
+
+
+def codec_of(wire: str, dtype: torch.dtype = torch.float32) -> Codec:
+    codec = parse_wire(wire).codec(dtype, CPU)
+    assert codec is not None
+    return codec
+
+
+class Pair:
+    """Two workers that started equal, and have messages for each other."""
+
+    def __init__(
+        self, wire: str, numel: int, dtype: torch.dtype = torch.float32, apart: float = 1e-2
+    ) -> None:
+        dice = torch.Generator().manual_seed(numel)
+        start = torch.randn(numel, generator=dice)
+        self.codec = codec_of(wire, dtype)
+        self.x = [(start + apart * torch.randn(numel, generator=dice)).to(dtype) for _ in range(2)]
+        self.sent = [Outbox(self.codec, numel, start.to(dtype)) for _ in self.x]
+        for outbox, x in zip(self.sent, self.x, strict=True):
+            outbox.fill(x)
+
+    def taken(self, worker: int, weight: float = 0.5) -> tuple[Arrival, Tensor]:
+        """Return what a worker makes of the other's message, and the sum that it adds."""
+        total = torch.full((len(self.x[0]),), math.nan, dtype=self.codec.work)
+        message, own = self.sent[1 - worker].message, self.sent[worker].message
+        arrival = self.codec.take(message, own, self.x[worker], weight, total, first=True)
+        return arrival, total
+
+    def at_rest(self) -> bool:
+        """Whether nothing of the other's message was taken."""
+        arrival, total = self.taken(0)
+        return arrival.fate is not Fate.TAKEN and bool(total.isnan().all())
+
+
+@pytest.mark.parametrize("wire", CODED)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("numel", [7, BLOCK - 1, BLOCK, 2 * BLOCK + 5])
+def test_two_workers_move_by_the_same(wire: str, dtype: torch.dtype, numel: int) -> None:
+    """What one gains the other loses, to the bit, so that their mean stays; in blocks of any size.
+
+    How far what it is from the half of the difference is bounded by the step of the lattice.
+    """
+    pair = Pair(wire, numel, dtype)
+    (one, up), (other, down) = pair.taken(0), pair.taken(1)
+    assert one.fate is other.fate is Fate.TAKEN
+    assert torch.equal(up, -down)
+    difference = (pair.x[1].to(up.dtype) - pair.x[0].to(up.dtype)) / 2
+    coarse = {"bf16": 2**-6}.get(wire, 0.25 if wire.endswith("4)") else 0.02) * float(
+        1 if wire == "bf16" else difference.abs().max() * 4
+    )
+    assert float((up - difference).abs().max()) <= coarse
+
+
+@pytest.mark.parametrize("wire", ALL_WIRES)
+@pytest.mark.parametrize("numel", [0, 1, 1000, BLOCK + 3])
+def test_the_size_of_a_message_is_known_before_it_is_made(wire: str, numel: int) -> None:
+    """What is counted and planned with is what is sent."""
+    format = parse_wire(wire)
+    codec = format.codec(torch.float32, CPU)
+    message = torch.zeros(numel) if codec is None else codec.new_message(numel)
+    assert message.nbytes == format.num_bytes(numel, itemsize=4)
+
+
+@pytest.mark.parametrize("wire", CODED)
+def test_an_empty_bucket_travels(wire: str) -> None:
+    """A model may have a parameter without numbers."""
+    pair = Pair(wire, 0)
+    assert pair.taken(0)[0].fate is Fate.TAKEN
+
+
+@pytest.mark.parametrize("wire", CODED)
+def test_a_mark_is_known_for_one(wire: str) -> None:
+    """Who is left out says so, and nothing is taken."""
+    pair = Pair(wire, 100)
+    pair.sent[1].fill_mark()
+    assert pair.taken(0)[0].fate is Fate.MARKED
+    assert pair.at_rest()
+
+
+# - Modulo
+
+
+@pytest.mark.parametrize("wire", RANGED)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_within_the_range_every_place_is_told(wire: str, data: st.DataObject) -> None:
+    """Steps of sender and receiver may differ: what is decoded is what the sender rounded to."""
+    codec = codec_of(wire, torch.float64)
+    numbers = st.floats(-1e3, 1e3, allow_nan=False)
+    mine = torch.tensor(data.draw(st.lists(numbers, min_size=1, max_size=9)), dtype=torch.float64)
+    apart = data.draw(st.floats(1e-6, 10))
+    off = [data.draw(st.floats(-apart, apart)) for _ in mine]
+    theirs = mine + torch.tensor(off, dtype=torch.float64)
+    sent, own = codec.new_message(len(mine)), codec.new_message(len(mine))
+    codec.encode(theirs, apart, sent)
+    codec.encode(mine, apart * data.draw(st.floats(0.1, 10)), own)
+    total = torch.empty_like(mine)
+    arrival = codec.take(sent, own, mine, 1.0, total, first=True)
+    assert arrival.fate is Fate.TAKEN
+    (step,) = torch.frombuffer(bytearray(sent[:8].numpy().tobytes()), dtype=torch.float64).tolist()
+    (own_step,) = torch.frombuffer(
+        bytearray(own[:8].numpy().tobytes()), dtype=torch.float64
+    ).tolist()
+    expected = (theirs / step).round() * step - (mine / own_step).round() * own_step
+    assert torch.equal(total, expected)
+
+
+@pytest.mark.parametrize("wire", RANGED)
+def test_two_errors_do_not_make_up_for_each_other(wire: str) -> None:
+    """A plain sum of places would not see one number too high and another too low by as much."""
+    pair = Pair(wire, 1000)
+    step = float(pair.sent[1].message[:8].view(torch.float64))
+    wraps = 2 ** (8 if "8" in wire else 4)
+    pair.x[1][3] += wraps * step
+    pair.x[1][8] -= wraps * step
+    pair.sent[1].fill(pair.x[1])
+    assert pair.taken(0)[0].fate is Fate.UNDECODED
+
+
+@pytest.mark.parametrize("wire", RANGED)
+@pytest.mark.parametrize("byte", [0, 7, 12, 20, 30, 500])
+def test_a_message_that_was_changed_is_not_taken(wire: str, byte: int) -> None:
+    """A wrong step, a wrong checksum, a wrong place: nothing of it is mixed."""
+    pair = Pair(wire, 1000)
+    pair.sent[1].message[byte] ^= 0x41
+    assert pair.at_rest()
+
+
+@pytest.mark.parametrize("wire", RANGED)
+def test_a_range_widens_until_it_is_wide_enough(wire: str) -> None:
+    """Also one that was zero, as where workers were equal and one was replaced."""
+    codec = codec_of(wire)
+    start = torch.ones(50)
+    xs = [start.clone(), start + torch.linspace(0.5, 1, 50)]
+    sent = [Outbox(codec, 50, x.clone()) for x in xs]  # both say that nothing has moved
+    exchanges = 0
+    while exchanges < 20:
+        exchanges += 1
+        for outbox, x in zip(sent, xs, strict=True):
+            outbox.fill(x)
+        both = [
+            Differences(codec, own, x, torch.empty(50), 0.5, keeps_rest=True)
+            for own, x in zip(sent, xs, strict=True)
+        ]
+        both[0].take(sent[1].message, 1, 0.5)
+        both[1].take(sent[0].message, 0, 0.5)
+        undecoded = [len(each.undecoded) for each in both]
+        for each in both:
+            each.mix()
+        if undecoded == [0, 0]:
+            break
+        assert torch.equal(xs[0], start)
+    assert 1 < exchanges < 12
+    assert float((xs[0] - xs[1]).abs().max()) < 0.6
+
+
+def test_large_numbers_that_hardly_differ() -> None:
+    """Where a step would be finer than the numbers themselves, it is as fine as they are."""
+    codec = codec_of("modulo(bits=8)")
+    x = torch.full((10,), 1e6)
+    sent = [codec.new_message(10) for _ in range(2)]
+    codec.encode(x, 1e-9, sent[0])
+    codec.encode(x + 1, 1e-9, sent[1])
+    total = torch.empty(10)
+    assert codec.take(sent[1], sent[0], x, 0.5, total, first=True).fate is Fate.TAKEN
+    assert float((total - 0.5).abs().max()) <= 0.25

@@ -1,0 +1,400 @@
+"""Ranks over Gloo against the simulation, for every wire format: equal to the bit.
+
+Both engines compute each worker's gradient by itself here, so that a number of one is the number of
+the other before it is rounded.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from gossamer import Simulation, decentralize
+from gossamer.errors import UserError
+from gossamer.gossip.telemetry import Stats
+from gossamer.topology import parse
+from gossamer.wire import WIRES
+from tests.catalogue import ALL_TOPOLOGIES
+from tests.ranks import run_ranks
+from tests.reference import ALL_OPTIMIZERS, vector_of
+
+NUM_WORKERS = 8
+NUM_STEPS = 9
+DISTURBED_AT = 3
+BUCKET_MB = 2e-4  # a few buckets
+
+ALL_WIRES = [*WIRES, "modulo(bits=4)"]  # a new format joins by itself
+CODED = [wire for wire in ALL_WIRES if wire != "fp32"]
+RANGED = ["modulo(bits=8)", "modulo(bits=4)"]
+MAIN = ["ring", "one_peer_exponential"]
+
+
+class Trained(NamedTuple):
+    """What one worker came to."""
+
+    parameters: Tensor
+    stats: Stats
+
+
+def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).to(dtype)
+    dice = torch.Generator().manual_seed(0)  # not torch's own, which ranks as threads share
+    for p in model.parameters():
+        nn.init.uniform_(p, -0.4, 0.4, generator=dice)
+    return model
+
+
+def batch(worker: int, step: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    dice = torch.Generator().manual_seed(1000 * worker + step)
+    x = torch.randn(4, 5, generator=dice, dtype=torch.float64)
+    y = torch.randn(4, 3, generator=dice, dtype=torch.float64) + worker
+    return x.to(dtype), y.to(dtype)
+
+
+def disturb_(parameters: Iterable[Tensor], by: float) -> None:
+    """Move some parameters far away from everybody's."""
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.view(-1)[::2] += by
+
+
+def train_ranks(
+    num: int,
+    topology: Any,
+    optimizer: str,
+    *,
+    dtype: torch.dtype = torch.float32,
+    disturbed: float = 0.0,
+    **options: Any,
+) -> list[Trained]:
+    """Train the way a user would; where it is asked for, rank 1 is disturbed once."""
+
+    def body(group: ProcessGroup) -> Trained:
+        model = make_model(dtype)
+        chosen = ALL_OPTIMIZERS[optimizer](model.parameters())
+        gossip = decentralize(
+            model, chosen, topology, process_group=group, bucket_mb=BUCKET_MB, **options
+        )
+        for step in range(NUM_STEPS):
+            if disturbed and step == DISTURBED_AT and group.rank() == 1:
+                disturb_(model.parameters(), disturbed)
+            chosen.zero_grad()
+            x, y = batch(group.rank(), step, dtype)
+            nn.functional.mse_loss(model(x), y).backward()
+            chosen.step()
+        gossip.close()
+        return Trained(vector_of(model), gossip.stats())
+
+    return run_ranks(num, body)
+
+
+def make_simulation(
+    num: int, topology: Any, optimizer: str, dtype: torch.dtype = torch.float32, **options: Any
+) -> Simulation:
+    return Simulation(
+        make_model(dtype),
+        nn.functional.mse_loss,
+        ALL_OPTIMIZERS[optimizer],
+        workers=num,
+        topology=topology,
+        dtype=dtype,
+        gradients="loop",
+        bucket_mb=BUCKET_MB,
+        **options,
+    )
+
+
+def simulate(
+    num: int, topology: Any, optimizer: str, *, disturbed: float = 0.0, **options: Any
+) -> Simulation:
+    sim = make_simulation(num, topology, optimizer, **options)
+    for step in range(NUM_STEPS):
+        if disturbed and step == DISTURBED_AT:
+            disturb_([stacked[1] for stacked in sim.parameters.values()], disturbed)
+        take_step(sim, step)
+    return sim
+
+
+def take_step(sim: Simulation, step: int) -> None:
+    dtype = next(iter(sim.parameters.values())).dtype
+    batches = [batch(worker, step, dtype) for worker in range(sim.num_workers)]
+    inputs, targets = zip(*batches, strict=True)
+    sim.step(torch.stack(inputs), torch.stack(targets))
+
+
+def assert_equal_bits(ranks: list[Trained], sim: Simulation) -> None:
+    for rank, (parameters, stats) in enumerate(ranks):
+        torch.testing.assert_close(
+            parameters, vector_of(sim.worker(rank)), rtol=0, atol=0, equal_nan=True
+        )
+        assert sum(stats.undecoded.values()) == sim.undecoded[rank]
+
+
+def reduces(topology: str, num: int) -> bool:
+    schedule = parse(topology, num)
+    rounds = [schedule.round(step) for step in range(schedule.period or NUM_STEPS)]
+    return any(round.reduces.any() for round in rounds)
+
+
+BY_MESSAGES = [topology for topology in ALL_TOPOLOGIES if not reduces(topology, NUM_WORKERS)]
+
+
+@pytest.mark.parametrize("wire", CODED)
+def test_ranks_equal_the_simulation(wire: str) -> None:
+    """Topologies, orders and optimizers in turn: no bit differs, nor a count."""
+    others = [text for text in BY_MESSAGES if text not in MAIN]
+    for index, topology in enumerate([*MAIN, *others[CODED.index(wire) :: len(CODED)]]):
+        options: dict[str, Any] = {"wire": wire, "order": ("awc", "atc")[index % 2]}
+        optimizer = ["adamw", "sgd_nesterov", "rmsprop"][index % 3]
+        ranks = train_ranks(NUM_WORKERS, topology, optimizer, **options)
+        assert_equal_bits(ranks, simulate(NUM_WORKERS, topology, optimizer, **options))
+
+
+@pytest.mark.parametrize("wire", CODED)
+def test_float64(wire: str) -> None:
+    """Parameters that are not float32: equal to the bit."""
+    ranks = train_ranks(4, "ring", "sgd", dtype=torch.float64, wire=wire)
+    assert_equal_bits(ranks, simulate(4, "ring", "sgd", dtype=torch.float64, wire=wire))
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "topology"),
+    [("gradient_tracking", "ring"), ("push_sum", "star"), ("push_sum", "one_peer_exponential")],
+)
+def test_any_state_travels_in_bf16(algorithm: str, topology: str) -> None:
+    """Trackers, and what push-sum shares out."""
+    options: dict[str, Any] = {"wire": "bf16", "algorithm": algorithm}
+    ranks = train_ranks(4, topology, "sgd", **options)
+    assert_equal_bits(ranks, simulate(4, topology, "sgd", **options))
+
+
+@pytest.mark.parametrize("topology", ["complete", "aer(workers_per_node=4)"])
+def test_groups_reduce_in_full(topology: str) -> None:
+    """With bf16 an all-reduce is what it is without: sums on the way are not rounded."""
+    ranks = train_ranks(NUM_WORKERS, topology, "sgd", wire="bf16", dtype=torch.float64)
+    sim = simulate(NUM_WORKERS, topology, "sgd", wire="bf16", dtype=torch.float64)
+    for rank, trained in enumerate(ranks):
+        expected = vector_of(sim.worker(rank))
+        torch.testing.assert_close(trained.parameters, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("wire", ALL_WIRES)
+def test_both_engines_count_the_same_messages_and_bytes(wire: str) -> None:
+    """Of every bucket one message; ranks also send the padding between tensors."""
+    ranks = train_ranks(4, "ring", "sgd", wire=wire, order="atc", dtype=torch.float64)
+    sim = simulate(4, "ring", "sgd", wire=wire, order="atc", dtype=torch.float64)
+    for rank, (_, stats) in enumerate(ranks):
+        assert stats.messages_sent == sim.messages_sent[rank]
+        assert 1 <= stats.bytes_sent / sim.bytes_sent[rank] < 1.3
+
+
+# - Fragments
+
+
+@pytest.mark.parametrize("wire", ALL_WIRES)
+def test_fragments_in_turn(wire: str) -> None:
+    """Both engines exchange the same buckets at the same steps; with and without local steps."""
+    for order, every in (("awc", 1), ("atc", 2)):
+        options: dict[str, Any] = {"wire": wire, "order": order, "every": every, "fragments": 3}
+        ranks = train_ranks(4, "one_peer_exponential", "sgd", **options)
+        sim = simulate(4, "one_peer_exponential", "sgd", **options)
+        for rank, trained in enumerate(ranks):
+            expected = vector_of(sim.worker(rank))
+            # A mean of two in one pass over memory or in two differs in the last bit.
+            tolerance = 1e-6 if wire == "fp32" else 0.0
+            torch.testing.assert_close(trained.parameters, expected, rtol=0, atol=tolerance)
+            if order == "atc":
+                assert trained.stats.messages_sent == sim.messages_sent[rank]
+
+
+def test_every_fragment_goes_through_all_rounds() -> None:
+    """By its own exchanges: on one-peer exponential each averages exactly, one after the other."""
+    sim = make_simulation(4, "one_peer_exponential", "sgd", order="atc", fragments=2)
+    dice = torch.Generator().manual_seed(1)
+    for stacked in sim.parameters.values():
+        stacked.copy_(torch.randn(stacked.shape, generator=dice))
+    sim.optimizer.param_groups[0]["lr"] = 0.0
+    equal = list[int]()
+    for step in range(4):
+        take_step(sim, step)
+        means = [(s - s.mean(0)).abs().max() < 1e-6 for s in sim.parameters.values()]
+        equal.append(sum(map(bool, means)))
+    # The largest bucket is the first fragment, all others are the second.
+    assert equal == [0, 0, 1, 4]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fragments": 0}, "fragments must be a whole number from 1 to 1,024, got 0"),
+        ({"fragments": 9}, "fragments=9 need as many buckets, and parameters fill 4"),
+        ({"fragments": 2, "algorithm": "push_sum"}, "push_sum exchanges all that it has at once"),
+        (
+            {"fragments": 2, "control": "constant(c=1)"},
+            "a control decides on exchanges of all parameters",
+        ),
+    ],
+)
+def test_fragments_that_cannot_be(options: dict[str, Any], message: str) -> None:
+    """Refused at construction, in both engines."""
+    with pytest.raises(UserError) as raised:
+        make_simulation(4, "ring", "sgd", **options)
+    assert message in str(raised.value)
+
+    def body(group: ProcessGroup) -> str:
+        model = make_model()
+        optimizer = ALL_OPTIMIZERS["sgd"](model.parameters())
+        with pytest.raises(UserError) as raised:
+            decentralize(
+                model, optimizer, "ring", process_group=group, bucket_mb=BUCKET_MB, **options
+            )
+        return str(raised.value)
+
+    assert all(message in said for said in run_ranks(4, body))
+
+
+# - What goes wrong
+
+
+@pytest.mark.parametrize("wire", RANGED)
+@pytest.mark.parametrize("topology", ["ring", "one_peer_exponential"])
+def test_what_is_out_of_range_is_not_mixed(
+    wire: str, topology: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A worker that jumps away: found, counted and said by both engines, and they go on as one.
+
+    The range widens until it can be told what it has, and mixing goes on.
+    """
+    options: dict[str, Any] = {"wire": wire, "order": "atc", "disturbed": 5.0}
+    ranks = train_ranks(4, topology, "sgd", **options)
+    sim = simulate(4, topology, "sgd", **options)
+    assert_equal_bits(ranks, sim)
+    assert sim.undecoded.sum() > 0
+    assert any(1 in rank.stats.undecoded for rank in ranks)
+    assert "could not decode a bucket of rank" in caplog.text
+    assert "could not decode a bucket of worker" in caplog.text
+    everything = torch.stack([trained.parameters for trained in ranks])
+    assert everything.isfinite().all()
+
+
+@pytest.mark.parametrize("wire", CODED)
+def test_a_worker_that_is_not_finite_is_left_out(wire: str) -> None:
+    """As without a wire format: marks travel in its place, and nobody takes them for numbers."""
+    options: dict[str, Any] = {
+        "wire": wire,
+        "order": "atc",
+        "disturbed": math.nan,
+        "nonfinite_rounds": 0,
+    }
+    ranks = train_ranks(4, "ring", "sgd", **options)
+    sim = simulate(4, "ring", "sgd", **options)
+    assert_equal_bits(ranks, sim)
+    rounds = NUM_STEPS - DISTURBED_AT
+    assert sim.left_out.tolist() == [0, rounds, 0, 0]
+    assert [rank.stats.left_out.get(1) for rank in ranks] == [rounds, rounds, rounds, None]
+    assert [bool(rank.parameters.isfinite().all()) for rank in ranks] == [True, False, True, True]
+    assert all(1 not in rank.stats.undecoded for rank in ranks)
+
+
+# - State
+
+
+@pytest.mark.parametrize("wire", CODED)
+@pytest.mark.parametrize("saved_at", [1, 5])
+def test_a_run_continues_to_the_bit(wire: str, saved_at: int) -> None:
+    """Ranges are part of a state, in both engines; before the first exchange, where they start."""
+    options: dict[str, Any] = {"wire": wire, "order": "awc", "every": 2}
+    whole = simulate(4, "ring", "adamw", **options)
+    first, second = (make_simulation(4, "ring", "adamw", **options) for _ in range(2))
+    for step in range(saved_at):
+        take_step(first, step)
+    second.load_state_dict(first.state_dict())
+    for step in range(saved_at, NUM_STEPS):
+        take_step(second, step)
+    assert_equal_bits(continued_ranks(saved_at, "ring", "adamw", **options), second)
+    for name, stacked in whole.parameters.items():
+        assert torch.equal(stacked, second.parameters[name])
+
+
+def continued_ranks(saved_at: int, topology: str, optimizer: str, **options: Any) -> list[Trained]:
+    """Train four ranks, and go on with new ones from their state."""
+
+    def body(group: ProcessGroup) -> Trained:
+        states: list[Any] = []
+        for steps in (range(saved_at), range(saved_at, NUM_STEPS)):
+            model = make_model()
+            chosen = ALL_OPTIMIZERS[optimizer](model.parameters())
+            gossip = decentralize(
+                model, chosen, topology, process_group=group, bucket_mb=BUCKET_MB, **options
+            )
+            if states:
+                with gossip.drained(keep_changes=True):
+                    for thing, state in zip((model, chosen, gossip), states, strict=True):
+                        thing.load_state_dict(state)
+            for step in steps:
+                chosen.zero_grad()
+                x, y = batch(group.rank(), step)
+                nn.functional.mse_loss(model(x), y).backward()
+                chosen.step()
+            with gossip.drained():
+                states = [copy.deepcopy(t.state_dict()) for t in (model, chosen, gossip)]
+            gossip.close()
+        return Trained(vector_of(model), gossip.stats())
+
+    return run_ranks(4, body)
+
+
+# - What is refused
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"algorithm": "gradient_tracking"}, "gradient_tracking, which also exchanges tracker"),
+        ({"algorithm": "push_sum"}, "push_sum, which also exchanges what it shares out"),
+        ({"algorithm": "mixed_moments"}, "mixed_moments, which also exchanges moment"),
+        ({"topology": "complete"}, "got an all-reduce at step 0 of complete; use wire='bf16'"),
+        ({"wire": "modulo(bits=5)"}, "modulo has 8 or 4 bits per number, got 5"),
+        ({"wire": "int8"}, "unknown wire 'int8'"),
+        ({"bucket_mb": 0}, "bucket_mb must be above 0, got 0"),
+    ],
+)
+def test_what_cannot_travel_is_refused_at_construction(
+    options: dict[str, Any], message: str
+) -> None:
+    """By name, in both engines, with what works."""
+    given: dict[str, Any] = {"topology": "ring", "wire": "modulo", **options}
+
+    def body(group: ProcessGroup) -> str:
+        model = make_model()
+        optimizer = ALL_OPTIMIZERS["adamw"](model.parameters())
+        with pytest.raises(UserError) as raised:
+            decentralize(model, optimizer, process_group=group, **given)
+        return str(raised.value)
+
+    assert all(message in said for said in run_ranks(4, body))
+    with pytest.raises(UserError) as raised:
+        Simulation(
+            make_model(), nn.functional.mse_loss, ALL_OPTIMIZERS["adamw"], workers=4, **given
+        )
+    assert message in str(raised.value)
+
+
+def test_ranks_compare_their_wires() -> None:
+    """One that was given another format is named before anything is sent."""
+
+    def body(group: ProcessGroup) -> None:
+        model = make_model()
+        optimizer = ALL_OPTIMIZERS["sgd"](model.parameters())
+        wire = "modulo(bits=4)" if group.rank() == 2 else "modulo(bits=8)"
+        with pytest.raises(UserError, match=r"but wire is modulo\(bits=8\) on rank 0"):
+            decentralize(model, optimizer, "ring", process_group=group, wire=wire)
+
+    run_ranks(4, body)
