@@ -27,7 +27,10 @@ class ProcessPool:
         context = mp.get_context("forkserver")
         # What ranks would otherwise import each by itself.
         context.set_forkserver_preload(
-            ["gossamer", "torch._dynamo", "sklearn.datasets", "pytest", "hypothesis"]
+            [
+                *("gossamer", "torch._dynamo", "sklearn.datasets", "pytest", "hypothesis"),
+                *("torch.distributed.fsdp", "torch.distributed.checkpoint.state_dict"),
+            ]
         )
         rendezvous = f"file://{folder / 'rendezvous'}"
         self._pipes: list[Any] = []

@@ -119,6 +119,22 @@ def save_and_resume(run: Run, folder: str) -> bool:
     return torch.equal(*vectors)
 
 
+def interrupt_one(folder: str) -> int:
+    """Interrupt the last rank alone after three steps; return when this rank stops."""
+    run = Run()
+    ddp, optimizer, gossip = start(run)
+    place = dist.get_rank() % (dist.get_world_size() // 2)
+    checkpoints = gossamer.Checkpoints(
+        f"{folder}/{place}", gossip, check_every=2, model=ddp.module, optimizer=optimizer
+    )
+    while not checkpoints.interrupted() and gossip.num_steps < 20:
+        take_step(run, ddp, optimizer, gossip.num_steps)
+        if gossip.num_steps == 3 and dist.get_rank() == dist.get_world_size() - 1:
+            checkpoints.interrupt()
+    gossip.close()
+    return gossip.num_steps
+
+
 def refusals() -> list[str]:
     """Return what is said about ranks that cannot share a replica, in an order that tests know."""
     mesh = nodes()

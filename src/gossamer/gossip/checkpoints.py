@@ -250,7 +250,9 @@ class Checkpoints:
         """
         self._num_asked += 1
         if not self._stopping and self._num_asked % self._check_every == 0:
-            self._stopping = any(self._answers())
+            # The ranks of one place in all nodes know; the others of each node must stop with them.
+            of_node = self._worker.within.gather(int(any(self._answers())), "whether to stop")
+            self._stopping = any(of_node)
             if not self._stopping:
                 what = "every rank to say whether it was interrupted"
                 self._answers = self._worker.begin_gather(int(self._asked_to_stop), what)
