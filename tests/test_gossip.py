@@ -770,8 +770,11 @@ def test_a_wrapper_without_hooks_is_refused() -> None:
     run_ranks(1, body)
 
 
-def test_without_a_process_group_the_error_says_how_to_get_one() -> None:
-    """The most common first mistake: no torchrun, no init_process_group."""
+def test_without_a_process_group_the_error_says_how_to_get_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The most common first mistake: several processes, and no init_process_group."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
     model = make_model()
     with pytest.raises(UserError, match=r"init_process_group\(\) under torchrun"):
         decentralize(model, sgd(model), "ring")

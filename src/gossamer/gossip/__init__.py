@@ -19,8 +19,8 @@ parameter goes through a step along ``step``, ``rank_context``, ``mixer`` and ``
         worker             what the four above share: collective calls, the end
         model_state        what a model's state is while workers differ
         step               hooks around ``optimizer.step()``; blocks in which no step is taken
-        step_call          closures, steps within steps, other scalers
         rank_context       what an algorithm sees of this rank, and exchanges
+        step_call          closures, steps within steps, other scalers
         rank_meter         what a controller sees of all ranks
         mixer              x ← W x on buckets, in two halves; owns what is in flight
         left_out           ranks whose parameters are not finite
