@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from gossamer.frameworks.transformers import GossipTrainer
 from gossamer.optim import AccumAdamW
 
-STEPS, SEED, CONTEXT = 120, 0, 64
+STEPS, SEED, RATE, CONTEXT = 120, 0, 1e-3, 64
 
 torch.set_num_threads(1)
 modules = sorted(Path(os.__file__).parent.glob("*.py"))
@@ -42,7 +42,7 @@ arguments = TrainingArguments(
     max_steps=STEPS,
     per_device_train_batch_size=4,
     gradient_accumulation_steps=2,
-    learning_rate=3e-3,
+    learning_rate=RATE,
     lr_scheduler_type="cosine",
     warmup_steps=10,
     weight_decay=0.1,
@@ -65,7 +65,7 @@ made: dict[str, Any] = {
 if "--ddp" in sys.argv:
     trainer = Trainer(**made)
 else:
-    settings = {"lr": 3e-3, "betas": (0.9, 0.99), "weight_decay": 0.1, "window": 2}
+    settings = {"lr": RATE, "betas": (0.9, 0.99), "weight_decay": 0.1, "window": 2}
     trainer = GossipTrainer(**made, optimizer_cls_and_kwargs=(AccumAdamW, settings))
 trainer.train(resume_from_checkpoint="--resume" in sys.argv)
 loss = trainer.evaluate()["eval_loss"]
