@@ -35,7 +35,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "Gossamer needs Python 3.11 or newer, got $$($(PYTHON) --version); run make PYTHON=/path/to/python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench,dev,docs,tensorboard]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[accelerate,bench,dev,docs,lightning,tensorboard,transformers]'
 	@touch $@
 
 clean:

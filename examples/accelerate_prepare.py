@@ -1,7 +1,10 @@
-"""A loop in the style of Hugging Face Accelerate, with gossip in the place of its DDP.
+"""A loop in the style of Hugging Face Accelerate with gossip; with --ddp, the same by DDP.
 
 torchrun --nproc-per-node 2 examples/accelerate_prepare.py
 """
+
+import contextlib
+import sys
 
 import torch
 from accelerate import Accelerator
@@ -9,28 +12,26 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import gossamer
+from gossamer.frameworks.accelerate import GossipAccelerator
 
-EPOCHS = 15
+EPOCHS, SEED = 15, 0
 
-accelerator = Accelerator(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
+ddp = "--ddp" in sys.argv
+kind = Accelerator if ddp else GossipAccelerator
+accelerator = kind(cpu=True, mixed_precision="bf16", gradient_accumulation_steps=2)
 
 features, classes = load_digits(return_X_y=True)
 images = torch.tensor(features / 16, dtype=torch.float32, device=accelerator.device)
 labels = torch.tensor(classes, device=accelerator.device)
 loader = DataLoader(TensorDataset(images[:1536], labels[:1536]), batch_size=16, shuffle=True)
 
-torch.manual_seed(0)
+torch.manual_seed(SEED)
 model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * len(loader) // 2)
+model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
-# evaluation_mode leaves out the wrapper DDP, and nothing else that training needs.
-model = accelerator.prepare_model(model, evaluation_mode=True)
-gossip = gossamer.decentralize(model, optimizer)
-optimizer, loader, scheduler = accelerator.prepare(optimizer, loader, scheduler)
-
-for epoch in range(EPOCHS):
+for _ in range(EPOCHS):
     for inputs, targets in loader:
         with accelerator.accumulate(model):
             loss = nn.functional.cross_entropy(model(inputs), targets)
@@ -40,11 +41,13 @@ for epoch in range(EPOCHS):
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-    distance = gossip.consensus_distance()
-    accelerator.print(f"epoch {epoch}: workers are {distance:.3f} apart")
+    accelerator.save_state("out-accelerate/state")  # load_state() continues from it
 
-with gossip.averaged(), torch.no_grad():
-    accuracy = (model(images[1536:]).argmax(1) == labels[1536:]).float().mean().item()
-accelerator.print(f"test accuracy {accuracy:.3f} after {gossip.num_steps} steps")
-gossip.close()
+averaged = accelerator.gossip.averaged() if isinstance(accelerator, GossipAccelerator) else None
+with averaged or contextlib.nullcontext(), torch.no_grad():
+    logits = model(images[1536:])
+loss = nn.functional.cross_entropy(logits, labels[1536:])
+accuracy = (logits.argmax(1) == labels[1536:]).float().mean().item()
+accelerator.save_model(model, "out-accelerate/average")
+accelerator.print(f"evaluation loss {loss:.4f}, test accuracy {accuracy:.3f}")
 accelerator.end_training()

@@ -29,6 +29,7 @@ SMALL = {
     "consensus": "--workers 4 --seeds 1 --epochs 1",
     "contention": "--workers 4 --way 1:own --neighbours 0 --rounds 1 --seconds 0.01",
     "evaluation": "--workload digits-mlp --workers 4 --steps 5",
+    "frameworks": "accelerate --workers 1 --seeds 0 --length 1",
     "nanogpt": "--workers 1 --batch-size 1 --accumulation 1 --steps 1 --seeds 0 ddp_adamw",
     "nonfinite": "--parameters 20000 --repeats 1",
     "optimizer": "--millions 0.1 --rounds 1 --window 2",

@@ -103,7 +103,9 @@ MEASURES = 'measure(model, optimizer, "profile.json")'
 
 # Python that is compiled, and of which only the imports are run, by words of the block.
 NOT_RUN = {
-    "Accelerator(": "starts a process group of its own: tests/test_examples.py",
+    "GossipAccelerator(": "starts a process group of its own: tests/test_frameworks.py",
+    "GossipStrategy(": "the same",
+    "GossipTrainer(": "the same",
     "with Cluster(": "needs root: tests/test_lab_cluster.py",
 }
 

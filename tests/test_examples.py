@@ -31,12 +31,7 @@ def run_example(name: str, constants: dict[str, int] | None = None) -> str:
         constants: other values for what the script sets at its top, to make it short.
     """
     path = EXAMPLES / f"{name}.py"
-    source = path.read_text()
-    for constant, value in (constants or {}).items():
-        assignment = rf"^(\w+, )*{constant}(, \w+)* = .+$"
-        changed = rf"\g<0>; {constant} = {value}"
-        source, found = re.subn(assignment, changed, source, count=1, flags=re.MULTILINE)
-        assert found, f"{path} does not set {constant}"
+    source = with_constants(path, constants or {})
     output = io.StringIO()
     with (
         contextlib.redirect_stdout(output),
@@ -45,6 +40,17 @@ def run_example(name: str, constants: dict[str, int] | None = None) -> str:
     ):
         exec(compile(source, path, "exec"), {"__name__": "__main__"})
     return output.getvalue()
+
+
+def with_constants(path: Path, constants: dict[str, int]) -> str:
+    """Return a script with other values for what it sets at its top."""
+    source = path.read_text()
+    for constant, value in constants.items():
+        assignment = rf"^(\w+, )*{constant}(, \w+)* = .+$"
+        changed = rf"\g<0>; {constant} = {value}"
+        source, found = re.subn(assignment, changed, source, count=1, flags=re.MULTILINE)
+        assert found, f"{path} does not set {constant}"
+    return source
 
 
 def test_gossip_reaches_ddps_accuracy(pool: ProcessPool) -> None:
@@ -108,18 +114,18 @@ def test_a_thousand_workers() -> None:
 
 
 @pytest.mark.parametrize("name", ["ddp_to_gossip", "accelerate_prepare"])
-def test_the_command_of_an_example(name: str) -> None:
+def test_the_command_of_an_example(name: str, tmp_path: Path) -> None:
     """What the docstring says to type runs, and trains digits to 88 %."""
     text = ast.get_docstring(ast.parse((EXAMPLES / f"{name}.py").read_text())) or ""
-    torchrun, *arguments = shlex.split(text.splitlines()[-1])
+    torchrun, *arguments, script = shlex.split(text.splitlines()[-1])
     assert torchrun == "torchrun"
     result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *arguments],
+        [sys.executable, "-m", "torch.distributed.run", *arguments, EXAMPLES.parent / script],
         capture_output=True,
         text=True,
         timeout=140,
         check=False,
-        cwd=EXAMPLES.parent,
+        cwd=tmp_path,
     )
     assert result.returncode == 0, result.stderr[-2000:]
     found = re.search(r"test accuracy (0\.\d+)", result.stdout)
@@ -130,6 +136,7 @@ def test_the_command_of_an_example(name: str) -> None:
 def test_every_example_is_run_here() -> None:
     """A new file in examples/ gets a test."""
     here = Path(__file__)
-    texts = here.read_text() + here.with_name("test_nanogpt.py").read_text()
+    files = (here, here.with_name("test_nanogpt.py"), here.with_name("test_frameworks.py"))
+    texts = "".join(file.read_text() for file in files)
     names = {word.removesuffix(".py") for word in re.findall(r'"([\w.]+)"', texts)}
     assert {path.stem for path in EXAMPLES.glob("*.py")} <= names

@@ -19,8 +19,14 @@ SOURCE = ROOT / "src" / "gossamer"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
 
-REPORTING = ("gossamer.bench.analysis", "gossamer.bench.report", "gossamer.cli.summary")
-"""What needs the extra `bench` to be imported at all."""
+OF_USERS = ("accelerate", "bench", "lightning", "tensorboard", "transformers")
+"""Extras that are for users of the package, not for those who measure or build it."""
+
+NEED_EXTRAS = (
+    *("gossamer.bench.analysis", "gossamer.bench.report", "gossamer.cli.summary"),
+    *(f"gossamer.frameworks.{name}" for name in ("accelerate", "lightning", "transformers")),
+)
+"""What needs an extra to be imported at all."""
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +98,7 @@ def test_what_the_package_imports_is_declared_and_what_is_declared_is_imported()
         "kaleido",  # plotly's write_image runs it
         "tensorboard",  # torch.utils.tensorboard imports it
     }
-    assert imported | used_by_others == declared("bench", "tensorboard")
+    assert imported | used_by_others == declared(*OF_USERS)
 
 
 def test_what_the_repository_imports_is_declared() -> None:
@@ -130,14 +136,14 @@ def test_the_command_line_does_not_wait_for_torch() -> None:
     assert not loaded_by(run) & (HEAVY - {"networkx"} | {"torch"})
 
 
-def test_without_extras_everything_but_reports_can_be_imported() -> None:
-    """Where no extra is installed, all modules are there except analysis and report."""
-    extras = declared("bench", "tensorboard") - declared()
+def test_without_extras_the_rest_can_be_imported() -> None:
+    """Where no extra is installed, all modules are there but analysis, report and frameworks."""
+    extras = declared(*OF_USERS) - declared()
     modules = metadata.packages_distributions().items()
     absent = sorted(name for name, owners in modules if {*map(normalized, owners)} & extras)
     paths = [path.relative_to(SOURCE.parent) for path in SOURCE.rglob("*.py")]
     names = sorted(".".join(path.with_suffix("").parts) for path in paths)
-    wanted = [name for name in names if not name.startswith(REPORTING) and "__main__" not in name]
+    wanted = [name for name in names if not name.startswith(NEED_EXTRAS) and "__main__" not in name]
     program = (
         f"import importlib, sys; sys.modules.update(dict.fromkeys({absent})); "
         f"[importlib.import_module(name) for name in {wanted}]"

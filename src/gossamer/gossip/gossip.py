@@ -61,6 +61,11 @@ class Gossip:
         return self._worker.replica.device
 
     @property
+    def is_closed(self) -> bool:
+        """Whether ``close()`` or ``finalize()`` has ended it."""
+        return self._worker.is_closed
+
+    @property
     def num_steps(self) -> int:
         """Steps of training taken so far."""
         return self._step.num_steps
