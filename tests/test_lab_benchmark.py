@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.cluster.report import rows, table
+from benchmarks.race.report import Point, seconds_to
 from gossamer.errors import UserError
 from gossamer.lab import Cluster, one_switch
 
@@ -27,6 +28,15 @@ def sample(method: str, round_: int, rank: int, ms: float, sent: float = 0.0) ->
         "cpu_ms": 3.0,
         "peak_mb": 100.0 + rank,
     }
+
+
+def test_a_race_is_to_the_loss_of_ddp() -> None:
+    """A curve is there when it first is as low, between two points by a straight line."""
+    curve = [Point("r", "m", i, 10.0 * i, loss) for i, loss in enumerate([3.0, 2.0, 2.5, 1.0])]
+    assert seconds_to(curve, 2.5) == 5.0
+    assert seconds_to(curve, 1.75) == pytest.approx(25.0)
+    assert seconds_to(curve, 3.5) == 0.0
+    assert seconds_to(curve, 0.5) is None
 
 
 def test_a_row_is_the_median_of_the_slowest_hosts() -> None:

@@ -68,30 +68,33 @@ def local(model: nn.Module, workers: Workers) -> Step:
     return training_step(model, adam(model.parameters()), workers.batch)
 
 
-def ddp(model: nn.Module, workers: Workers) -> Step:
-    """Torch's DistributedDataParallel with its defaults."""
+def ddp(
+    model: nn.Module,
+    workers: Workers,
+    *,
+    hook: Callable[[DistributedDataParallel], None] | None = None,
+) -> Step:
+    """Torch's DistributedDataParallel with its defaults, or with a hook."""
     wrapped = DistributedDataParallel(model)
+    if hook is not None:
+        hook(wrapped)
     return training_step(wrapped, adam(wrapped.parameters()), workers.batch)
 
 
-def ddp_bf16(model: nn.Module, workers: Workers) -> Step:
-    """DDP with torch's hook that all-reduces gradients in bfloat16."""
-    wrapped = DistributedDataParallel(model)
+def hook_bf16(wrapped: DistributedDataParallel) -> None:
+    """Let gradients be all-reduced in bfloat16, by torch's hook."""
     # Under another name, because torch refuses this one without NCCL, though Gloo does it as well.
     hook: Any = lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket)  # noqa: E731
     wrapped.register_comm_hook(dist.group.WORLD, hook)
-    return training_step(wrapped, adam(wrapped.parameters()), workers.batch)
 
 
-def ddp_power_sgd(model: nn.Module, workers: Workers, *, rank: int) -> Step:
-    """DDP with torch's PowerSGD: matrices of low rank in place of gradients."""
-    wrapped = DistributedDataParallel(model)
+def hook_power_sgd(wrapped: DistributedDataParallel, *, rank: int) -> None:
+    """Let matrices of low rank be all-reduced in place of gradients: torch's PowerSGD."""
     # From the third step on, the soonest that it takes: while others warm up.
     state = power_sgd.PowerSGDState(
         process_group=None, matrix_approximation_rank=rank, start_powerSGD_iter=2
     )
     wrapped.register_comm_hook(state, power_sgd.powerSGD_hook)
-    return training_step(wrapped, adam(wrapped.parameters()), workers.batch)
 
 
 def diloco(model: nn.Module, workers: Workers, *, period: int) -> Step:
@@ -110,10 +113,18 @@ def diloco(model: nn.Module, workers: Workers, *, period: int) -> Step:
 
 def post_local(model: nn.Module, workers: Workers, *, period: int) -> Step:
     """Torch's PostLocalSGD: local steps, and an all-reduce of the parameters every few."""
+    wrapped = DistributedDataParallel(model)
+    optimizer = local_sgd_optimizer(wrapped, adam(wrapped.parameters()), period)
+    return training_step(wrapped, optimizer, workers.batch)
+
+
+def local_sgd_optimizer(
+    wrapped: DistributedDataParallel, optimizer: Optimizer, period: int
+) -> Optimizer:
+    """Return an optimizer that also averages parameters; gradients stay local from now on."""
     # Here, because torch warns about itself when this module is imported.
     from torch.distributed.optim import PostLocalSGDOptimizer
 
-    wrapped = DistributedDataParallel(model)
     state = post_local_sgd.PostLocalSGDState(
         process_group=None,
         subgroup=None,
@@ -122,8 +133,7 @@ def post_local(model: nn.Module, workers: Workers, *, period: int) -> Step:
     )
     wrapped.register_comm_hook(state, post_local_sgd.post_localSGD_hook)
     averager = PeriodicModelAverager(period=period, warmup_steps=1)
-    optimizer = PostLocalSGDOptimizer(adam(wrapped.parameters()), averager)
-    return training_step(wrapped, optimizer, workers.batch)
+    return PostLocalSGDOptimizer(optimizer, averager)
 
 
 def decent_dp(model: nn.Module, workers: Workers, *, topology: str, node: int = 1) -> Step:
@@ -168,8 +178,8 @@ one_peer = partial(gossip, topology="one_peer_exponential")
 METHODS: dict[str, Setup] = {
     LOCAL: local,
     "ddp": ddp,
-    "ddp(bf16)": ddp_bf16,
-    "ddp(power_sgd rank 4)": partial(ddp_power_sgd, rank=4),
+    "ddp(bf16)": partial(ddp, hook=hook_bf16),
+    "ddp(power_sgd rank 4)": partial(ddp, hook=partial(hook_power_sgd, rank=4)),
     "diloco(h=4)": partial(diloco, period=4),
     "post_local_sgd(h=4)": partial(post_local, period=4),
     "decent_dp(complete)": partial(decent_dp, topology="complete"),

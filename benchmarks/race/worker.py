@@ -1,0 +1,133 @@
+"""What runs on each host: every method in turn, each in a forked process of its own.
+
+Every rank trains on its own samples. Now and then the clock stops, and the mean of all replicas is
+evaluated, as a copy: what a method has in flight stays as it is. Points leave as lines on stdout.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from dataclasses import asdict, dataclass
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from benchmarks.race.methods import METHODS, Loss
+from gossamer import workloads
+from gossamer.lab.compute import Pace, SleepLayer
+
+POINT = "point:"
+_FIRST_PORT = 31000
+_TESTS = 64
+"""Test samples of an evaluation."""
+
+
+@final
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What every host trains; the same on all of them."""
+
+    methods: list[str]
+    workload: str
+    steps: int
+    evaluate_every: int
+    batch: int
+    lr: float
+    compute_ms: float
+    """Emulated, of a step, besides what the samples here take."""
+
+    seed: int
+    timeout_s: float
+
+    def to_json(self) -> str:
+        """Return it as one argument of a command."""
+        return json.dumps(asdict(self))
+
+
+def race(task: Task, method: str, rank: int, size: int) -> None:
+    """Train by one method, and print the loss of the mean replica as it goes."""
+    workload = workloads.find(task.workload)
+    data = workload.load()
+    torch.manual_seed(task.seed)
+    model = workload.make_model()
+    judged = copy.deepcopy(model)
+    with_emulated_compute(model, task.compute_ms / 1e3)
+    step = METHODS[method](model, workload.loss, task.lr)
+    dice = torch.Generator().manual_seed(1000 * task.seed + rank)
+    seconds = 0.0
+    for done in range(task.steps + 1):
+        if done % task.evaluate_every == 0 or done == task.steps:
+            found = evaluate(judged, model, workload.loss, data, size)
+            if rank == 0:
+                point = {"method": method, "step": done, "seconds": seconds, "loss": found}
+                print(POINT + json.dumps(point), flush=True)
+        if done == task.steps:
+            return
+        chosen = torch.randint(len(data.train_inputs), (task.batch,), generator=dice)
+        inputs, targets = data.train_inputs[chosen], data.train_targets[chosen]
+        start = time.perf_counter()
+        step(inputs, targets)
+        seconds += time.perf_counter() - start
+
+
+def with_emulated_compute(model: nn.Module, seconds: float) -> None:
+    """Let each block of a model take its share of the time of a larger batch."""
+    blocks = model.get_submodule("blocks")
+    assert isinstance(blocks, nn.ModuleList), "a transformer of blocks"
+    share_s, pace = seconds / len(blocks), Pace(0.0, 0)
+    for block in blocks:
+        sleep = SleepLayer(share_s / 3, 2 * share_s / 3, pace)
+        block.register_forward_hook(lambda module, inputs, output, sleep=sleep: sleep(output))
+
+
+@torch.no_grad()
+def evaluate(
+    judged: nn.Module, model: nn.Module, loss: Loss, data: workloads.Data, size: int
+) -> float:
+    """Return the loss of the mean of all replicas, on test samples."""
+    dist.barrier()
+    for mean, own in zip(judged.parameters(), model.parameters(), strict=True):
+        mean.copy_(own)
+        dist.all_reduce(mean)
+        mean.div_(size)
+    tests = torch.arange(_TESTS)
+    return float(loss(judged(data.test_inputs[tests]), data.test_targets[tests]))
+
+
+def _child(task: Task, method: str, port: int) -> None:
+    os.environ["MASTER_PORT"] = str(port)
+    dist.init_process_group("gloo")
+    try:
+        race(task, method, dist.get_rank(), dist.get_world_size())
+        dist.barrier()
+    except Exception:
+        traceback.print_exc()
+    sys.stdout.flush()
+    os._exit(0)  # not destroyed: a peer may still be sending
+
+
+def main() -> None:
+    """Race the task given as JSON in the first argument."""
+    task = Task(**json.loads(sys.argv[1]))
+    torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports the compiler, for 1.6 s
+    workloads.find(task.workload).load()
+    fork = multiprocessing.get_context("fork")
+    for port, method in enumerate(task.methods, start=_FIRST_PORT):
+        child = fork.Process(target=_child, args=(task, method, port))
+        child.start()
+        child.join(task.timeout_s)
+        if child.is_alive():
+            child.kill()
+            child.join()
+
+
+if __name__ == "__main__":
+    main()
