@@ -56,7 +56,7 @@ _ONE_REPLICA = (
 
 _ADVICE = (
     "%s on each worker's own small batch learns less per step than on averaged gradients; "
-    "gossamer.optim.AccumAdam%s.like(optimizer) makes up for some of it (docs/adam.md)"
+    "gossamer.optim.AccumAdam%s.like(optimizer) with algorithm='atc' makes up for it (docs/adam.md)"
 )
 
 
