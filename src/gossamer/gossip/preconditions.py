@@ -123,8 +123,8 @@ def check_survival(
         )
     if num_shards > 1:
         raise UserError(
-            "on_failure='continue' needs replicas that are whole on a rank, got shards of FSDP2 on "
-            f"{num_shards}, which are lost with one of them; use on_failure='raise'"
+            "on_failure='continue' needs replicas of one rank each, got some on "
+            f"{num_shards} ranks of a node, which are lost with one of them; use on_failure='raise'"
         )
     if parameter.device.type != "cpu":
         raise UserError(
