@@ -1,10 +1,11 @@
 """What every rank says when one of them fails: real processes, real kills.
 
-    python -m benchmarks.faults [--timeout 5] [--workers 4] [--json] [FAULT ...]
+    python -m benchmarks.faults [--timeout 5] [--workers 4] [--json] [--continue] [FAULT ...]
 
 Each fault happens at step 20 of a loop, or earlier. Printed for every rank that lives: the seconds
 from the fault to its error, and the error. Processes are forked from one that has imported torch,
-so a fault costs its timeout and little more.
+so a fault costs its timeout and little more. With ``--continue`` those who live go on, and printed
+is how long after the fault the last of them took its next step (``benchmarks.survival``).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from torch import nn
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from benchmarks import survival
 from gossamer.gossip import Gossip, decentralize
 from gossamer.gossip.network import Network
 from gossamer.topology import Round, Schedule, parse, ring
@@ -349,6 +351,22 @@ def rows(names: list[str], num_workers: int, timeout_s: float) -> Iterator[dict[
                 yield {"fault": name, **vars(answer)}
 
 
+def print_survival(names: list[str], timeout_s: float, *, as_json: bool) -> None:
+    """Print what those who are left do."""
+    if not as_json:
+        print("| fault | survivors | seconds | steps lost | all went on | others said why |")
+        print("|---|---|---|---|---|---|")
+    for row in survival.play(names, timeout_s):
+        if as_json:
+            print(json.dumps(row), flush=True)
+        else:
+            print(
+                f"| {row['fault']} | {row['survivors']} | {row['seconds']:.2f} "
+                f"| {row['steps_lost']} | {row['went_on'] and row['one_model']} | {row['said']} |",
+                flush=True,
+            )
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -356,10 +374,15 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--timeout", type=float, default=5.0, help="of the gossip, in seconds")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    parser.add_argument("--continue", action="store_true", dest="survive", help="with the others")
     options = parser.parse_args()
-    unknown = set(options.faults) - set(FAULTS)
+    known = survival.FAULTS if options.survive else FAULTS
+    unknown = set(options.faults) - set(known)
     if unknown:
-        parser.error(f"unknown faults {sorted(unknown)}; choose from {list(FAULTS)}")
+        parser.error(f"unknown faults {sorted(unknown)}; choose from {list(known)}")
+    if options.survive:
+        print_survival(options.faults or [*known], options.timeout, as_json=options.json)
+        return
     if not options.json:
         print("| fault | rank | seconds | exit code | error |\n|---|---|---|---|---|")
     for row in rows(options.faults or [*FAULTS], options.workers, options.timeout):

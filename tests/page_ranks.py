@@ -49,6 +49,10 @@ closure = lambda: model(torch.ones(1, 64)).sum()
 perturb = lambda model: None
 loss = lambda model: model(torch.ones(1, 64)).sum()
 """,
+    "batch(worker, gossip.num_steps)": """
+total, batch = 3, lambda worker, step: torch.ones(1, 64)
+loss = lambda model, inputs: model(inputs).sum()
+""",
     "init_device_mesh(": """
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel

@@ -69,6 +69,7 @@ ELSEWHERE = {
     "gossamer bench run experiments": "takes minutes: the README's, which is smaller, is run",
     "gossamer bench watch": "serves until it is ended: tests/test_bench_report.py",
     "gossamer lab": "needs root: tests/test_lab_cluster.py",
+    "gossamer launch": "tests/test_launch.py",
     "python -m benchmarks": "takes minutes, or root: tests/test_benchmarks.py runs small ones",
     "sbatch": "Slurm is not here: test_the_slurm_script_starts_two_agents runs the script",
     "python examples/nanogpt": "tests/test_nanogpt.py",

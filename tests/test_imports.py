@@ -19,8 +19,8 @@ EDGES: dict[str, str] = {
     "algorithms": "errors registry topology",
     "bench": "algorithms consensus engine errors extras files lifeline memory picture rates "
     "records registry runtime_model topology wire workloads",
-    "cli": "bench engine errors extras gossamer lab picture rates records registry runtime_model "
-    "topology workloads",
+    "cli": "bench engine errors extras gossamer lab launch picture rates records registry "
+    "runtime_model topology workloads",
     "consensus": "algorithms errors registry topology",
     "engine": "algorithms consensus errors gossip lifeline optim records registry seeds simulate "
     "topology wire workloads",
@@ -31,6 +31,7 @@ EDGES: dict[str, str] = {
     "frameworks": "errors extras gossip",
     "gossip": "algorithms consensus errors files nonfinite normalization optim topology wire",
     "lab": "errors rates",
+    "launch": "errors lifeline",
     "lifeline": "",
     "memory": "",
     "nonfinite": "errors topology",

@@ -233,6 +233,13 @@ class Algorithm(ABC):
         """Bring a context to where it is before a step that others led up to."""
         return
 
+    def abandon(self, context: StepContext) -> None:
+        """Come after an update whose exchange has failed: parameters stay unmixed.
+
+        They are to be what a model computes with; ``restart`` follows.
+        """
+        return
+
     def restart(self, context: StepContext) -> None:
         """Forget what was kept, where it is of other members: all states are zero again.
 

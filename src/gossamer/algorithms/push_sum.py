@@ -63,6 +63,11 @@ class PushSum(Algorithm):
         for x, w in _pairs(context):
             x.div_(w)
 
+    def abandon(self, context: StepContext) -> None:
+        """From x to z, with the weight as it was."""
+        for x, w in _pairs(context):
+            x.div_(w)
+
 
 def _pairs(context: StepContext) -> Iterable[tuple[Tensor, Tensor]]:
     return zip(context.parameters, context.weights(), strict=True)

@@ -16,6 +16,7 @@ from gossamer.cli.bench import bench_app, demo_command
 from gossamer.cli.data import data_command
 from gossamer.cli.flags import Group, Verb
 from gossamer.cli.lab import lab_command
+from gossamer.cli.launch import launch_command
 from gossamer.cli.plan import plan_command, profile_command
 from gossamer.cli.terminal import say, say_error
 from gossamer.cli.topology import topology_command
@@ -75,6 +76,7 @@ app.command("plan", cls=Verb, rich_help_panel="Would it pay for a job?")(plan_co
 app.add_typer(bench_app, name="bench", rich_help_panel="Measure")
 app.command("data", cls=Verb, rich_help_panel="Measure")(data_command)
 app.command("lab", cls=Verb, rich_help_panel="Measure")(lab_command)
+app.command("launch", cls=Verb, rich_help_panel="Train")(launch_command)
 
 
 def main() -> None:

@@ -24,7 +24,10 @@ from gossamer.topology.arrays import FloatArray
 class MixingWorkers(Protocol):
     """Workers that mix: a Simulation, or one rank's Gossip."""
 
-    schedule: Schedule
+    @property
+    def schedule(self) -> Schedule:
+        """The round of every step."""
+        ...
 
     @property
     def last_norms(self) -> FloatArray | None:

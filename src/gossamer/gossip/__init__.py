@@ -19,6 +19,8 @@ parameter goes through a step along ``step``, ``rank_context``, ``mixer`` and ``
         worker             what the four above share: collective calls, the end
         model_state        what a model's state is while workers differ
         step               hooks around ``optimizer.step()``; blocks in which no step is taken
+        epochs             the epoch that a gossip is in; the next one when a worker is lost
+        epoch              all that depends on who takes part, and what makes it
         rank_context       what an algorithm sees of this rank, and exchanges
         step_call          closures, steps within steps, other scalers
         rank_meter         what a controller sees of all ranks
@@ -44,6 +46,7 @@ parameter goes through a step along ``step``, ``rank_context``, ``mixer`` and ``
         gloo               groups that connect only ranks that talk to each other
         telemetry          what it has cost
     Failures
+        membership         who takes part from epoch to epoch, agreed on through the store
         failures           where this rank is, and the error of what failed first
         causes             which rank stopped first
         notices            what ranks tell each other through the store

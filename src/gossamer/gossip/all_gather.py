@@ -84,9 +84,9 @@ class AllGather:
             received()
             sent()
 
-    def wait_idle(self, seconds: float) -> None:
-        """Wait until the thread waits for nothing, or the time is over."""
-        self._collector.wait_idle(seconds)
+    def wait_idle(self, seconds: float) -> bool:
+        """Return whether the thread waits for nothing, within a time."""
+        return self._collector.wait_idle(seconds)
 
     def close(self) -> None:
         """End the thread; nothing may be in flight."""

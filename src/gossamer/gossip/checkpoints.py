@@ -17,6 +17,7 @@ from typing import Any, Protocol, final
 
 from gossamer.errors import UserError
 from gossamer.gossip.checkpoint_folder import CheckpointFolder, Found
+from gossamer.gossip.failures import ExchangeError
 from gossamer.gossip.gossip import Gossip, worker_of
 from gossamer.gossip.snapshot import DamagedError, StateDict
 
@@ -68,7 +69,8 @@ class Checkpoints:
                 "Checkpoints writes replicas that are whole on a rank, got shards of FSDP2; save "
                 "them by torch.distributed.checkpoint, as docs/fsdp.md shows"
             )
-        self._folder = CheckpointFolder(Path(folder), gossip.rank)
+        self._path = Path(folder)
+        CheckpointFolder(self._path, gossip.rank)  # refuses what cannot be one
         self._objects = objects
         self._keep = keep
         self._restored = False
@@ -92,6 +94,10 @@ class Checkpoints:
                 f"{', '.join(stateless) or 'none'}; pass model=model, optimizer=optimizer"
             )
 
+    @property
+    def _folder(self) -> CheckpointFolder:
+        return CheckpointFolder(self._path, self._gossip.rank)  # which another worker's end changes
+
     # - Saving
 
     def save(self) -> None:
@@ -101,12 +107,15 @@ class Checkpoints:
         part, all ranks raise, and the checkpoints before stay.
         """
         step = self._gossip.num_steps
-        with self._worker.collective("Checkpoints.save()"):
+
+        def save() -> None:
             checksums = self._do_on_all(lambda: self._write_part(step), step)
             self._do_on_all(lambda: self._folder.write_manifest(step, checksums), step)
             self._passed_over.discard(step)
             self._folder.remove_before(step, self._keep, self._passed_over)
             self._folder.remove_other_parts(step, checksums[self._gossip.rank])
+
+        self._worker.together("Checkpoints.save()", save)
         _log.info("saved step %d in %s", step, self._folder.of(step))
 
     def _do_on_all(self, part: Callable[[], int | None], step: int) -> list[int]:
@@ -154,8 +163,7 @@ class Checkpoints:
         Returns:
             Whether there was one; where not, nothing has changed.
         """
-        with self._worker.collective("Checkpoints.restore()"):
-            found = self._find()
+        found = self._worker.together("Checkpoints.restore()", self._find)
         self._restored = True
         if found is not None:
             self._load(found)
@@ -250,12 +258,19 @@ class Checkpoints:
         """
         self._num_asked += 1
         if not self._stopping and self._num_asked % self._check_every == 0:
-            # The ranks of one place in all nodes know; the others of each node must stop with them.
-            of_node = self._worker.within.gather(int(any(self._answers())), "whether to stop")
-            self._stopping = any(of_node)
-            if not self._stopping:
-                what = "every rank to say whether it was interrupted"
-                self._answers = self._worker.begin_gather(int(self._asked_to_stop), what)
+            what = "every rank to say whether it was interrupted"
+            try:
+                # The ranks of one place in all nodes know; the others of each node must stop, too.
+                told = int(any(self._answers()))
+                self._stopping = any(self._worker.within.gather(told, "whether to stop"))
+                if not self._stopping:
+                    asked = int(self._asked_to_stop)
+                    alone = self._worker.step.is_alone
+                    self._answers = list if alone else self._worker.begin_gather(asked, what)
+            except ExchangeError as error:
+                if not self._worker.epochs.takes(error):
+                    raise
+                self._answers = list  # the next step finds out who is left, and they ask again
         return self._stopping
 
 

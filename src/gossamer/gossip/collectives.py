@@ -162,10 +162,9 @@ class Collectives:
             wait()
         tensor.detach().copy_(received)
 
-    def wait_idle(self, seconds: float) -> None:
-        """Wait until no thread waits for a gather, or the time is over."""
-        if self._rows is not None:
-            self._rows.wait_idle(seconds)
+    def wait_idle(self, seconds: float) -> bool:
+        """Return whether no thread waits for a gather, within a time."""
+        return self._rows is None or self._rows.wait_idle(seconds)
 
     def close(self) -> None:
         """Let go of the connections; nothing may be in flight."""

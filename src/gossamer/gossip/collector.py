@@ -35,10 +35,9 @@ class Collector:
         self._tasks.put((task, future))
         return future
 
-    def wait_idle(self, seconds: float) -> None:
-        """Wait until all tasks are done, or the time is over."""
-        if self._last is not None:
-            futures.wait([self._last], seconds)
+    def wait_idle(self, seconds: float) -> bool:
+        """Return whether all tasks are done, within a time."""
+        return self._last is None or bool(futures.wait([self._last], seconds).done)
 
     def end(self) -> None:
         """End the thread when all tasks are done."""

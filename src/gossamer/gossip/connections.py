@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import threading
 import time
 from collections.abc import Callable, Generator
+from datetime import timedelta
 from functools import partial
 from typing import cast, final
 
@@ -31,6 +33,12 @@ from gossamer.gossip.notices import name_ranks
 _LOOK_EVERY_S = 1.0
 """How often a rank that waits for a connection looks whether others have failed."""
 
+_SETTLE_S = 0.02
+"""Of several ranks that end at one moment, the last one's connections close a little later."""
+
+_NEVER_SENT = 1 << 30
+"""A tag that no message has."""
+
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
 """Between two questions whether a peer has come."""
 
@@ -45,10 +53,16 @@ class Connections:
             from when it is begun.
         device: where the tensors live. CPU tensors travel over Gloo, others over the group's
             own backend.
+        opening: how long ranks may take to connect, where that is less than the timeout.
     """
 
     def __init__(
-        self, process_group: ProcessGroup, detector: FailureDetector, device: torch.device
+        self,
+        process_group: ProcessGroup,
+        detector: FailureDetector,
+        device: torch.device,
+        *,
+        opening: timedelta | None = None,
     ) -> None:
         self.rank, self.size = process_group.rank(), process_group.size()
         self.everyone = tuple(range(self.size))
@@ -56,9 +70,16 @@ class Connections:
         self.on_cpu = device.type == "cpu"
         self.detector = detector
         self._base = process_group
+        self._patience = opening or detector.timeout
         self._gloo = Gloo(detector.timeout)
         self._opened: list[ProcessGroup] = []
+        self._dropping: threading.Thread | None = None
+        detector.break_off = self.break_off
         self._lanes: dict[tuple[int, int], ProcessGroup] = {}
+
+    def allow_computation(self) -> None:
+        """Let waits take the whole timeout from now on: what ranks open at once is open."""
+        self._patience = self.detector.timeout
 
     def open(self, members: tuple[int, ...], purpose: str) -> ProcessGroup:
         """Connect these ranks for collectives; waits for them, so all open in one order."""
@@ -93,8 +114,7 @@ class Connections:
                 rounds; those of one round are opened in an order that all ranks share.
         """
         for lane in sorted(lanes - self._lanes.keys(), key=_turn):
-            self._lanes[lane] = group = self._open_lane(*lane)
-            self._opened.append(group)
+            self._lanes[lane] = self._open_lane(*lane)
 
     def are_open(self, lanes: frozenset[tuple[int, int]]) -> bool:
         """Return whether all of these have been opened."""
@@ -111,7 +131,8 @@ class Connections:
             # sent data there too, the request would wait behind them while the link from its peer
             # idles: a ring across two nodes took twice as long. So each goes one way only.
             direction = "upward" if sender < receiver else "downward"
-            lane = self._gloo.lane(store, int(self.rank == receiver), direction)
+            rank = int(self.rank == receiver)
+            lane = self._gloo.lane(store, rank, direction, self._patience)
         return cast(ProcessGroup, lane)
 
     def _await_peer(self, store: Store, peer: int) -> None:
@@ -124,16 +145,22 @@ class Connections:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
             now = time.monotonic()
-            if now - began > self.detector.timeout.total_seconds():
+            if now - began > self._patience.total_seconds():
                 raise RuntimeError("timed out")
+            if self.detector.broken:
+                raise RuntimeError("a rank has failed")
             if now - looked > _LOOK_EVERY_S:
                 looked = now
-                if self.detector.broken or not self.detector.board.will_come(peer):
+                if not self.detector.board.will_come(peer):
                     raise RuntimeError("a rank has failed or ended")
 
     def lane(self, sender: int, receiver: int) -> ProcessGroup:
         """Return an open connection, on which the sender is rank 0 and the receiver rank 1."""
-        return self._lanes[sender, receiver]
+        group = self._lanes.get((sender, receiver))
+        if group is None:
+            self.detector.raise_failure()
+            raise AssertionError(f"no connection from rank {sender} to {receiver}")
+        return group
 
     def _store_of(self, purpose: str, members: tuple[int, ...]) -> Store:
         name = hashlib.blake2b(f"{purpose} {members}".encode(), digest_size=8).hexdigest()
@@ -174,7 +201,7 @@ class Connections:
         with self._explained(what, peers):
             # On a device, waiting orders streams and must not block the host; there NCCL's own
             # watchdog keeps the time.
-            work.wait(self.detector.timeout) if self.on_cpu else work.wait()
+            work.wait(self._patience) if self.on_cpu else work.wait()
 
     def close(self) -> None:
         """Leave all groups; nothing may be in flight."""
@@ -185,9 +212,45 @@ class Connections:
         self._lanes.clear()
         self._gloo.close()
 
+    def break_off(self) -> None:
+        """Let go of messages in flight, so that peers see at once that this rank has failed.
+
+        From any thread. What waits here goes on to wait, until the other end is closed, too.
+        """
+        time.sleep(_SETTLE_S)
+        lanes, self._lanes = self._lanes, {}
+        self._gloo.close()
+        for lane, group in lanes.items():
+            peer = lane[lane[0] == self.rank]
+            try:
+                # Nobody sends it: what is asked for is the error of a connection that has ended.
+                group.recv([torch.empty(1)], int(peer == lane[1]), _NEVER_SENT)
+            except RuntimeError:
+                self.detector.closed_peers.add(peer)
+
+    def drop(self) -> None:
+        """Let go of everything, whatever is in flight.
+
+        A lane closes when the last reference to it and to work on it is gone, and at once. A group
+        ends with its work, which may wait for a rank that is stalled; so a thread waits for that.
+        """
+        self._lanes = {}
+        self._gloo.close()
+        if self._opened:
+            groups, self._opened = self._opened, []
+            thread = threading.Thread(target=groups.clear, name="gossamer-drop", daemon=True)
+            self._dropping = thread
+            thread.start()
+
+    def wait_dropped(self, seconds: float) -> bool:
+        """Return whether the work of all groups has ended, within a time."""
+        if self._dropping is not None:
+            self._dropping.join(max(seconds, 0.0))
+        return self._dropping is None or not self._dropping.is_alive()
+
     def keep_until_exit(self) -> None:
         """Keep all connections until the process is gone, whatever the interpreter lets go of."""
-        for kept in (self.detector.board.store, *self._opened):
+        for kept in (self.detector.board.store, *self._opened, *self._lanes.values()):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 

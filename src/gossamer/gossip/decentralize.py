@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from importlib import metadata
 
 import torch
@@ -13,14 +14,15 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Adam, Optimizer
 
-from gossamer.algorithms import PARAMETERS, name_of_numbers, parse_algorithm
-from gossamer.consensus import NormSteps, Policy, Target, make_round_source, name_of
+from gossamer.algorithms import parse_algorithm
+from gossamer.consensus import Policy, Target, name_of
 from gossamer.gossip import preconditions
+from gossamer.gossip.epoch import EpochMaker, Rules, Topology
+from gossamer.gossip.epochs import Epochs
 from gossamer.gossip.failures import FailureDetector
 from gossamer.gossip.gossip import Gossip
 from gossamer.gossip.guard import Guard
 from gossamer.gossip.handshake import (
-    MOST_ROUNDS_COMPARED,
     declining_on_error,
     facts_about,
     facts_about_bits,
@@ -28,13 +30,10 @@ from gossamer.gossip.handshake import (
     rounds_digest,
     shake_hands,
 )
-from gossamer.gossip.left_out import LeftOut
-from gossamer.gossip.mixer import Mixer
+from gossamer.gossip.membership import Membership
 from gossamer.gossip.model_state import ModelState
-from gossamer.gossip.network import Network
+from gossamer.gossip.network import Network, rounds_to_connect
 from gossamer.gossip.notices import NoticeBoard
-from gossamer.gossip.rank_context import RankContext
-from gossamer.gossip.rank_meter import RankMeter
 from gossamer.gossip.replica import Replica
 from gossamer.gossip.shards import local, locals_of
 from gossamer.gossip.step import Step
@@ -44,7 +43,6 @@ from gossamer.gossip.wrapper_watch import WrapperWatch
 from gossamer.nonfinite import check_limit
 from gossamer.normalization import rule_of
 from gossamer.optim import auto_window, tell_num_workers
-from gossamer.topology import Round, Schedule, as_schedule
 from gossamer.wire import Packing, parse_wire
 
 _log = logging.getLogger(__name__)
@@ -63,7 +61,7 @@ _ADVICE = (
 def decentralize(  # noqa: PLR0913 - one keyword per option
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer],
-    topology: str | Round | Schedule = "one_peer_exponential",
+    topology: Topology = "one_peer_exponential",
     *,
     process_group: ProcessGroup | DeviceMesh | None = None,
     within: ProcessGroup | DeviceMesh | None = None,
@@ -78,6 +76,7 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
     bucket_mb: float = 25.0,
     norms_every: int = 0,
     nonfinite_rounds: int = 10,
+    on_failure: str = "raise",
     timeout: timedelta = timedelta(minutes=30),
 ) -> Gossip:
     """Make the training loop around this model and optimizer decentralized.
@@ -91,8 +90,9 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
             of ``fully_shard`` stay where they are, and are copied.
         optimizer: any torch optimizer over those parameters, or several, which each take one step
             per step of training.
-        topology: a string such as ``"lattice(k=4)"``, a Round, or a Schedule. Rounds of a Schedule
-            without a period are compared across ranks at every step.
+        topology: a string such as ``"lattice(k=4)"``, a Round, or a Schedule, or a function that
+            returns one for a number of workers. Rounds of a Schedule without a period are compared
+            across ranks at every step.
         process_group: the ranks that take part, as a group or a mesh of one dimension; by default
             all, and without any initialized one this process alone, where no launcher has started
             others. With DDP or FSDP2 inside a node: the ranks with this rank's place in each node.
@@ -119,12 +119,16 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
             schedule mixes; 0 for never.
         nonfinite_rounds: a rank whose parameters are not finite is left out of rounds, and after so
             many in a row it raises; 0 for never.
+        on_failure: what happens when a worker is lost: ``"raise"`` on all others, with the cause,
+            or ``"continue"`` with those who are left, each from its own parameters. That needs a
+            store that no worker holds, and a topology for any number of workers.
         timeout: how long a message may take from when it is begun, the peers' computation included.
 
     Returns:
         A handle to average, to measure consensus, to save, and to end it.
     """
     preconditions.check_positive("timeout", timeout, timeout > timedelta(0))
+    survives = preconditions.to_survival(on_failure)
     group = preconditions.to_group(process_group, model)
     board = NoticeBoard(group, timeout)
     with declining_on_error(board):
@@ -133,24 +137,27 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
     with declining_on_error(board, *node.boards):
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
         chosen = parse_algorithm(algorithm, order)
-        given = as_schedule(topology, group.size())
-        schedule, exchanged = chosen.adapt(given, every, fragments), chosen.adapt(given)
+        format = parse_wire(wire)
+        rules = Rules(
+            topology, chosen, every, gossip_steps, control, norms_every, fragments, format
+        )
+        schedule, exchanged = rules.schedule(group.size()), rules.exchanged(group.size())
         chosen.check_optimizers(optimizers)
         preconditions.check_wrapper(model, group)
         trained = preconditions.trained_parameters(model, optimizers)
-        make_source = make_round_source(control, schedule, chosen, gossip_steps, every, fragments)
+        rules.make_source(schedule)
         rule = rule_of(buffers)
         chosen.check_statistics(mixed=rule.mixed)
         chosen.check_precision(trained)
-        format = parse_wire(wire)
         format.check(chosen, exchanged)
         preconditions.check_device(format, trained[0].device)
         packing = Packing([*locals_of(trained)], bucket_mb, fragments, every)
-        norm_steps = NormSteps(schedule, chosen.overlaps, norms_every)
+        rules.norm_steps(schedule)
         check_limit(nonfinite_rounds)
         limit = chosen.most_nonfinite(nonfinite_rounds)
-        # A string means the same on all ranks; a function need not.
-        compares_rounds = isinstance(topology, Schedule) and schedule.period is None
+        if survives:
+            preconditions.check_survival(topology, group, trained[0], node.size)
+        compares_rounds = rules.compares_rounds(schedule)
         facts = {
             "the version of gossamer": metadata.version("gossamer"),
             "topology": schedule.name,
@@ -165,6 +172,7 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
             "bucket_mb": str(bucket_mb),
             "norms_every": str(norms_every),
             "nonfinite_rounds": str(nonfinite_rounds),
+            "on_failure": on_failure,
             "the number of optimizers": str(len(optimizers)),
             "the number of ranks within a node": str(node.size),
             **facts_about(model),
@@ -175,69 +183,31 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
             shake_hands(inner, facts | facts_about_bits(model), _ONE_REPLICA)
     shake_hands(board, facts | facts_about_shards(model))
     # - Connect, and become rank 0's
-    detector = FailureDetector(board)
+    members = tuple(range(board.size))
+    membership = Membership(board.store, board.rank, members, timeout) if survives else None
+    announce = None if membership is None else partial(membership.announce, 0)
+    detector = FailureDetector(board, announce)
     detector.watch()
     with detector.leaving_on_error(), torch.no_grad():
-        network = Network(group, detector, trained[0].device, rounds=_rounds_to_connect(exchanged))
+        network = Network(group, detector, trained[0].device, rounds=rounds_to_connect(exchanged))
         node.open(trained[0].device)
         for tensor in map(local, (*model.parameters(), *model.buffers())):
             if tensor.numel():
                 network.collectives.broadcast_(tensor)
         replica = Replica(model, trained, rule, packing.bucket_mb, chosen, node)
-        # - Put the step together, and hook it up
-        mixers: dict[str, Mixer] = {}
-        num_tags = 0
-        for state, buckets in replica.exchanged.items():
-            exact = replica.exact if state == PARAMETERS else ()
-            changing = replica.changing if state == PARAMETERS else ()
-            sent = [*buckets, *exact, *changing]
-            mixers[state] = Mixer(
-                buckets,
-                network,
-                LeftOut(
-                    name_of_numbers(state),
-                    sent,
-                    network.rank,
-                    limit,
-                    detector,
-                    network.telemetry,
-                    node,
-                ),
-                format,
-                exact=exact,
-                changing=changing,
-                first_tag=num_tags,
-                compares_rounds=compares_rounds,
-            )
-            num_tags += len(sent)
         for each in optimizers:
             tell_num_workers(each, group.size())
             if isinstance(each, Adam) and network.rank == 0 and auto_window(network.size) > 1:
                 decoupled = each.defaults.get("decoupled_weight_decay")
                 _log.info(_ADVICE, type(each).__name__, "W" if decoupled else "")
-        meter = RankMeter(
-            trained,
-            optimizers,
-            network.collectives,
-            replica.weight,
-            node if replica.is_sharded else None,
-        )
-        source = make_source(meter)
-        guard = Guard(model, optimizers, trained)
-        wrappers = WrapperWatch(trained, group)
+        # - Put the step together, and hook it up
         everywhere = model.named_parameters(remove_duplicate=False)  # tied ones under all names
         names = [name for name, p in everywhere if any(p is own for own in trained)]
-        context = RankContext(trained, names, chosen, optimizers, replica, mixers, source, packing)
-        step = Step(optimizers, chosen, context, guard, wrappers, meter, norm_steps)
+        maker = EpochMaker(rules, trained, names, optimizers, packing, limit, node)
+        first = maker.make(network, replica, schedule, members)
+        epochs = Epochs(first, maker, replica, membership, board.store)
+        guard = Guard(model, optimizers, trained)
+        wrappers = WrapperWatch(trained, group)
+        step = Step(optimizers, chosen, epochs, guard, wrappers)
         model_state = ModelState(model, network.rank, network.size)
-        worker = Worker(replica, step, context.mixer, network, model_state, node)
-        return Gossip(schedule, source, meter, worker)
-
-
-def _rounds_to_connect(schedule: Schedule) -> Iterable[Round]:
-    """Return the rounds whose groups are worth a process group each, which costs sockets.
-
-    Schedules with a longer period average in groups by messages.
-    """
-    period = schedule.period or 0
-    return map(schedule.round, range(period)) if period <= MOST_ROUNDS_COMPARED else ()
+        return Gossip(Worker(replica, step, epochs, model_state, node))

@@ -30,6 +30,10 @@ class InFlight:
             self._waits[0]()
             self._waits.popleft()  # each only once: Gloo would wait for a second message
 
+    def drop(self) -> None:
+        """Let go of what is waited for: it refers to this object, and would hold connections."""
+        self._waits.clear()
+
     def take(self, received: Tensor, sender: int, weight: float) -> None:
         """Let what arrived join the mix."""
         raise NotImplementedError

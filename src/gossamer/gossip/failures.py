@@ -11,7 +11,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import final
@@ -37,11 +37,22 @@ class ExchangeError(RuntimeError):
     Args:
         message: what this rank waited for, and the cause.
         culprit: the rank that stopped first, where that is known.
+        lost: whether a wait failed, and not what ranks compared: others can go on without a peer.
+        timed_out: whether it failed only because it took too long.
     """
 
-    def __init__(self, message: str, culprit: int | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        culprit: int | None = None,
+        *,
+        lost: bool = False,
+        timed_out: bool = False,
+    ) -> None:
         super().__init__(message)
         self.culprit = culprit
+        self.lost = lost
+        self.timed_out = timed_out
 
 
 @final
@@ -50,10 +61,17 @@ class FailureDetector:
 
     Args:
         board: what ranks tell each other.
+        announce: tells others of a failure at once, in place of a search for its cause; survivors
+            that go on learn who is gone when they agree on members.
     """
 
-    def __init__(self, board: NoticeBoard) -> None:
+    def __init__(self, board: NoticeBoard, announce: Callable[[], None] | None = None) -> None:
         self.board = board
+        self._announce = announce
+        self.break_off: Callable[[], None] = lambda: None
+        """What lets go of connections after that, so that peers need not wait to see a failure."""
+        self.closed_peers: set[int] = set()
+        """Ranks whose ends of connections had closed by then."""
         # - Where this rank is
         self._place = Notice(rank=board.rank, step=0, what="")
         self._awaited: tuple[str, tuple[int, ...]] = ("", ())
@@ -66,6 +84,11 @@ class FailureDetector:
         self._watcher = threading.Thread(target=self._watch, name="gossamer-watch", daemon=True)
 
     # - Where this rank is
+
+    @property
+    def survives(self) -> bool:
+        """Whether training goes on after a failure."""
+        return self._announce is not None
 
     @property
     def timeout(self) -> timedelta:
@@ -174,11 +197,33 @@ class FailureDetector:
                 self._ended.set()  # the watcher must not overwrite the last notice
                 own = replace(self._place, what=what, peers=peers, final=True)
                 lost = not re.search("timed? ?out", str(error), re.IGNORECASE)
-                reason, culprit = find_cause(self.board, own, lost=lost)
+                if self._announce is None:
+                    reason, culprit = find_cause(self.board, own, lost=lost)
+                else:
+                    reason = "the connection was lost" if lost else "it took too long"
+                    culprit = peers[0] if len(peers) == 1 else None
                 self._failure = ExchangeError(
-                    f"{own}, and failed: {reason} (timeout {self.timeout})", culprit
+                    f"{own}, and failed: {reason} (timeout {self.timeout})",
+                    culprit,
+                    lost=True,
+                    timed_out=not lost,
                 )
+                self._tell()
             return self._failure
+
+    def alarm(self, reason: str) -> None:
+        """Let every call from now on raise that another rank has lost one; from any thread."""
+        with self._lock:
+            if self._failure is None and not self._ended.is_set():
+                self._ended.set()
+                self._failure = ExchangeError(reason, lost=True)
+                self._tell()
+
+    def _tell(self) -> None:
+        """Let those who wait for this rank know, whatever its other threads wait for themselves."""
+        if self._announce is not None:
+            self._announce()  # first: who lets go of connections and says nothing is gone
+            self.break_off()
 
     def difference(self, others: Sequence[int], message: str) -> ExchangeError:
         """Return the error to raise where other ranks have sent something else."""

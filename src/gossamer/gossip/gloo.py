@@ -44,7 +44,9 @@ class Gloo:
         # On a device of its own: lazy groups that shared one would take each other's connections.
         return self._make(store, rank, size, _make_devices(lazy=True), self._timeout, threads=2)
 
-    def lane(self, store: Store, rank: int, direction: str) -> ProcessGroupGloo:
+    def lane(
+        self, store: Store, rank: int, direction: str, patience: timedelta
+    ) -> ProcessGroupGloo:
         """Return a group of ranks 0 and 1 for messages; waits for the other one.
 
         Args:
@@ -52,11 +54,12 @@ class Gloo:
             rank: 0 or 1.
             direction: lanes of one direction share a device, which is a listening socket and the
                 thread that serves them; those of two go side by side.
+            patience: how long the other one may take, which is known to be there.
         """
         if direction not in self._lane_devices:
             self._lane_devices[direction] = _make_devices(lazy=False)
         # Threads are for collectives; a device serves messages by itself.
-        timeout = min(self._timeout, _LONGEST_CONNECTING)
+        timeout = min(patience, _LONGEST_CONNECTING)
         return self._make(store, rank, 2, self._lane_devices[direction], timeout, threads=0)
 
     def close(self) -> None:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any, final
 
 import torch
+from torch import Tensor
 
 from gossamer.algorithms import PARAMETERS
 from gossamer.consensus import Decision, RoundSource
 from gossamer.errors import UserError
 from gossamer.gossip.notices import describe
-from gossamer.gossip.rank_meter import RankMeter
 from gossamer.gossip.telemetry import Stats
 from gossamer.gossip.worker import Worker
 from gossamer.topology import Schedule
@@ -30,13 +30,7 @@ class Gossip:
     except inside ``drained()``.
     """
 
-    def __init__(
-        self, schedule: Schedule, source: RoundSource, meter: RankMeter, worker: Worker
-    ) -> None:
-        self.schedule = schedule
-        self.rank, self.num_workers = worker.network.rank, worker.network.size
-        self._source = source
-        self._meter = meter
+    def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._step = worker.step
         self._restoring = False
@@ -51,6 +45,35 @@ class Gossip:
             self.close()
         else:
             self._worker.leave(f"raised {describe(error)}")
+
+    # - Who takes part
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The workers that take part, in the order of their ranks now.
+
+        Each is called by its rank at the start, whatever becomes of the others.
+        """
+        return self._worker.epochs.current.members
+
+    @property
+    def rank(self) -> int:
+        """The index of this worker among the members."""
+        return self._worker.network.rank
+
+    @property
+    def num_workers(self) -> int:
+        """How many members there are."""
+        return self._worker.network.size
+
+    @property
+    def schedule(self) -> Schedule:
+        """The round of every step."""
+        return self._worker.epochs.current.schedule
+
+    @property
+    def _source(self) -> RoundSource:
+        return self._worker.epochs.current.source
 
     # - Measuring
 
@@ -104,8 +127,9 @@ class Gossip:
     @torch.no_grad()
     def consensus_distance(self) -> float:
         """Return Ξ, with Ξ² = (1/n) Σ_i ‖x̄ − x_i‖², over all parameters. A collective call."""
-        average = self._worker.network.collectives.average
-        with self._worker.collective("consensus_distance()"):
+
+        def measure() -> float:
+            average = self._worker.network.collectives.average
             self._worker.replica.collect()
             squared = torch.zeros(1, dtype=torch.float64, device=self._worker.replica.device)
             for sent in self._worker.replica.exchanged[PARAMETERS]:
@@ -113,19 +137,25 @@ class Gossip:
                 squared += torch.linalg.vector_norm(difference, dtype=torch.float64) ** 2
             return float(self._worker.within.total(average(squared), "the distance").sqrt())
 
+        return self._worker.together("consensus_distance()", measure)
+
     def sketches(self) -> FloatArray:
         """Return a sketch of every worker's parameters, [n, m]: their distances, nearly.
 
         A collective call that lets an exchange in flight go on. ``consensus.sketch_distance`` and
         ``consensus.theta`` read it; it costs a pass over the parameters and 4 kB per rank.
         """
-        with self._worker.calling("sketches()"):
-            return self._meter.begin_parameters()()
+        return self._worker.together(
+            "sketches()",
+            lambda: self._worker.epochs.current.meter.begin_parameters()(),
+            drains=False,
+        )
 
     def gather(self, value: int) -> list[int]:
         """Return every rank's number, in the order of ranks. A collective call."""
-        with self._worker.calling("gather()"):
-            return self._worker.begin_gather(value, "gather()")()
+        return self._worker.together(
+            "gather()", lambda: self._worker.begin_gather(value, "gather()")(), drains=False
+        )
 
     # - Looking at other parameters, or changing them
 
@@ -149,11 +179,13 @@ class Gossip:
 
     @contextlib.contextmanager
     def _averaged(self, call: str, *, refuses: bool) -> Generator[None]:
-        with self._restored(call), self._worker.model_state.silent():
-            with self._worker.collective(call):
-                self._worker.check_finite(call, refuses=refuses)
-                for tensor, mean in self._worker.averages():
-                    tensor.copy_(mean)
+        def average() -> None:
+            self._worker.check_finite(call, refuses=refuses)
+            for tensor, mean in self._worker.averages():
+                tensor.copy_(mean)
+
+        with self._restored(call) as put_back, self._worker.model_state.silent():
+            self._worker.together(call, average, undo=put_back)
             yield
 
     @contextlib.contextmanager
@@ -173,8 +205,7 @@ class Gossip:
         call = "drained(keep_changes=True)"
         self._refuse_where_undone(call)
         self._step.refuse_amid_optimizers(call)
-        with self._worker.collective(call):
-            pass
+        self._worker.together(call, lambda: None)
         try:
             with self._step.paused(call):
                 yield
@@ -182,12 +213,12 @@ class Gossip:
             self._step.restart()  # after an exception too: the others will
 
     @contextlib.contextmanager
-    def _restored(self, call: str) -> Generator[None]:
+    def _restored(self, call: str) -> Generator[Callable[[], None]]:
         self._worker.check_open()
-        with self._step.paused(call), self._worker.replica.restored():
+        with self._step.paused(call), self._worker.replica.restored() as put_back:
             outer, self._restoring = self._restoring, True
             try:
-                yield
+                yield put_back
             finally:
                 self._restoring = outer
 
@@ -210,8 +241,13 @@ class Gossip:
         ``num_steps``. Every step tells all ranks who still trains, so no rank can be more than one
         step ahead of the slowest.
         """
-        with self._worker.collective("join()"):
-            pass
+        if self._worker.epochs.survives:
+            raise UserError(
+                "join() counts at every step who still trains, and loses count where a worker is "
+                "lost, got it with on_failure='continue'; give all workers as many steps, as in "
+                "`while gossip.num_steps < total:`"
+            )
+        self._worker.together("join()", lambda: None)
         with self._step.joined():
             yield
 
@@ -250,8 +286,10 @@ class Gossip:
                 )
         if state["topology"] != self.schedule.name:
             _log.warning("continuing a run on %s with %s", state["topology"], self.schedule.name)
-        with self._worker.collective("load_state_dict()"):
-            steps = self._worker.begin_gather(state["num_steps"], "the loaded number of steps")()
+        steps = self._worker.together(
+            "load_state_dict()",
+            lambda: self._worker.begin_gather(state["num_steps"], "the loaded number of steps")(),
+        )
         of_node = self._worker.within.gather(state["num_steps"], "the loaded number of steps")
         if len({*of_node}) > 1:
             raise UserError(
@@ -263,6 +301,7 @@ class Gossip:
                 f"all ranks must load the state of one step, got steps {steps} on ranks 0 to "
                 f"{self.num_workers - 1}; choose a checkpoint that all of them have"
             )
+        self._worker.epochs.come_together()
         self._step.num_steps = state["num_steps"]
         self._step.load_norms(state, self.num_workers)
         self._step.load_algorithm(state)
@@ -276,9 +315,13 @@ class Gossip:
     def finalize(self) -> None:
         """End gossip and leave the exact average in every rank's model. A collective call."""
         self._refuse_where_undone("finalize()")
-        with self._worker.collective("finalize()"):
+
+        def average() -> list[tuple[Tensor, Tensor]]:
             self._worker.check_finite("finalize()", refuses=True)
-            averages = [*self._worker.averages()]  # all before any: a failure changes nothing
+            return [*self._worker.averages()]  # all before any: a failure changes nothing
+
+        averages = self._worker.together("finalize()", average)
+        with torch.no_grad():
             for tensor, mean in averages:
                 tensor.copy_(mean)
         self.close()

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from gossamer.errors import UserError
 from gossamer.gossip.failures import ExchangeError
+from gossamer.gossip.network import MOST_ROUNDS_CONNECTED
 from gossamer.gossip.notices import NoticeBoard, describe, name_ranks
 from gossamer.gossip.shards import is_sharded, local
 from gossamer.topology import Schedule
@@ -30,16 +31,13 @@ _CONCLUDES_WITHIN = timedelta(seconds=4)
 _MOST_DIFFERENCES = 3
 
 _ROUNDS_COMPARED = 16
-"""How many rounds of a schedule without a period are compared."""
-
-MOST_ROUNDS_COMPARED = 64
-"""How many of one with a period. What ranks open before training follows from rounds, so no round
-beyond these may decide it: ranks with different ones would wait for each other."""
+"""How many rounds of a schedule without a period are compared; of others, all that decide what
+ranks open before training."""
 
 
 def rounds_digest(schedule: Schedule) -> str:
     """Return a short string that differs where rounds do, as far as all ranks compare them."""
-    num_rounds = min(schedule.period or _ROUNDS_COMPARED, MOST_ROUNDS_COMPARED)
+    num_rounds = min(schedule.period or _ROUNDS_COMPARED, MOST_ROUNDS_CONNECTED)
     return digest_of(map(schedule.round, range(num_rounds)))[:8]
 
 

@@ -79,6 +79,8 @@ class Mixer:
         compares_rounds: bool = False,
     ) -> None:
         self._state = MixerState.IDLE
+        self.size = network.size
+        """How many workers rounds are on."""
         self._first_tag = first_tag
         # - What is mixed
         self._num_buckets = len(buckets)
@@ -99,6 +101,8 @@ class Mixer:
         self._telemetry = network.telemetry
         self._left_out = left_out
         self._compares_rounds = compares_rounds
+        # Those who go on after a failure have parameters as they were, and never half mixed.
+        self._whole = network.detector.survives
         self._in_flight: dict[int, Exchange | CodedExchange] = {}
         self._said_undecoded = False
         self._comparison: Callable[[], None] | None = None
@@ -173,6 +177,8 @@ class Mixer:
 
     def finish(self) -> None:
         """Wait for each bucket and mix it, in the order in which they were started."""
+        if self._whole:
+            self.drain()
         self._detector.raise_failure()
         assert self.state in (MixerState.IN_FLIGHT, MixerState.DRAINED), (
             f"nothing to finish: {self.state}"
@@ -197,14 +203,21 @@ class Mixer:
         self._left_out.forget_norms()
         self._state, self._in_flight = MixerState.IDLE, {}
 
+    def drop(self) -> None:
+        """Let go of all memory, and of what is in flight, without a wait."""
+        for exchange in self._in_flight.values():
+            exchange.drop()
+        self._in_flight, self._inboxes, self._sources, self._targets = {}, [], [], []
+        self._parcels = {}
+        self._comparison = None
+
     def close(self) -> None:
         """Wait for what is in flight, and let go of all memory."""
         try:
             if self.state is MixerState.IN_FLIGHT:
                 self.drain()
         finally:
-            self._in_flight, self._inboxes, self._sources, self._targets = {}, [], [], []
-            self._parcels = {}
+            self.drop()
 
     # - State
 

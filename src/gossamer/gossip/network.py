@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import final
 
 import torch
@@ -11,13 +12,26 @@ from torch.distributed import ProcessGroup
 
 from gossamer.gossip.collectives import Collectives
 from gossamer.gossip.connections import Connections
-from gossamer.gossip.failures import FailureDetector
+from gossamer.gossip.failures import ExchangeError, FailureDetector
 from gossamer.gossip.telemetry import Telemetry
 from gossamer.gossip.transport import Transport
-from gossamer.topology import Round
+from gossamer.topology import Round, Schedule
 
 _SHUTDOWN_S = 10.0
 """How long an interpreter may take to shut down."""
+
+MOST_ROUNDS_CONNECTED = 64
+"""Of a schedule with a period: more would cost too many sockets. All ranks compare as many, for
+ranks with different ones would wait for each other."""
+
+
+def rounds_to_connect(schedule: Schedule) -> Iterable[Round]:
+    """Return the rounds whose groups are worth a process group each.
+
+    Schedules with a longer period average in groups by messages.
+    """
+    period = schedule.period or 0
+    return map(schedule.round, range(period)) if period <= MOST_ROUNDS_CONNECTED else ()
 
 
 @final
@@ -29,6 +43,8 @@ class Network:
         detector: who explains what fails.
         device: where the tensors live.
         rounds: rounds whose groups get process groups of their own; see ``Transport``.
+        telemetry: what to count in, where there was a network before this one.
+        opening: how long ranks may take to connect, where that is less than the timeout.
     """
 
     def __init__(
@@ -38,13 +54,21 @@ class Network:
         device: torch.device,
         *,
         rounds: Iterable[Round] = (),
+        telemetry: Telemetry | None = None,
+        opening: timedelta | None = None,
     ) -> None:
         self.rank, self.size = process_group.rank(), process_group.size()
         self.detector = detector
-        self.telemetry = Telemetry()
-        self._connections = Connections(process_group, detector, device)
-        self.collectives = Collectives(self._connections, self.telemetry)
-        self.transport = Transport(self._connections, self.telemetry, rounds=rounds)
+        self.telemetry = telemetry or Telemetry()
+        self._connections = Connections(process_group, detector, device, opening=opening)
+        try:
+            self.collectives = Collectives(self._connections, self.telemetry)
+            self.transport = Transport(self._connections, self.telemetry, rounds=rounds)
+        except ExchangeError:
+            if opening is not None:  # others are to see at once that this rank does not wait on
+                self._connections.drop()
+            raise
+        self._connections.allow_computation()
 
     def close(self) -> None:
         """Leave all groups, when gathers in flight have ended; no exchange may be."""
@@ -53,6 +77,21 @@ class Network:
         self.transport.close()
         self.collectives.close()
         self._connections.close()
+
+    def drop(self) -> None:
+        """Let go of everything, whatever is in flight, so that peers see connections close."""
+        self.transport.close()
+        self.collectives.close()
+        self._connections.drop()
+
+    def wait_dropped(self, seconds: float) -> bool:
+        """Return whether nothing waits on what was dropped any more, within a time."""
+        deadline = time.monotonic() + seconds
+        idle = [
+            waiting.wait_idle(max(deadline - time.monotonic(), 0.0))
+            for waiting in (self.transport, self.collectives)
+        ]
+        return self._connections.wait_dropped(deadline - time.monotonic()) and all(idle)
 
     def abandon(self, seconds: float) -> None:
         """Let the process end, or go on without this network, though peers have failed it.

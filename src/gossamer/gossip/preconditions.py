@@ -10,11 +10,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import LBFGS, Optimizer
 
-from gossamer.errors import UserError
+from gossamer.errors import UserError, quoted
 from gossamer.gossip.alone import group_of_one, is_alone
 from gossamer.gossip.buckets import is_dense
 from gossamer.gossip.guard import held_by, is_guarded
@@ -98,6 +99,49 @@ def to_within(
             "DistributedDataParallel(model, process_group=...), or leave within= out"
         )
     return group
+
+
+def to_survival(on_failure: str) -> bool:
+    """Return whether training is to go on when a worker is lost."""
+    if on_failure not in ("raise", "continue"):
+        raise UserError(
+            f"on_failure must be 'raise' or 'continue', got {quoted(on_failure)}; 'continue' goes "
+            "on with the workers that are left"
+        )
+    return on_failure == "continue"
+
+
+def check_survival(
+    topology: object, process_group: ProcessGroup, parameter: Tensor, num_shards: int
+) -> None:
+    """Raise where training could not go on without some of the ranks."""
+    if not isinstance(topology, str) and not callable(topology):
+        raise UserError(
+            "on_failure='continue' needs a topology for any number of workers, got a "
+            f"{type(topology).__name__} on {process_group.size()}; pass a string, or a function "
+            "that returns one for a number of workers"
+        )
+    if num_shards > 1:
+        raise UserError(
+            "on_failure='continue' needs replicas of one rank each, got some on "
+            f"{num_shards} ranks of a node, which are lost with one of them; use on_failure='raise'"
+        )
+    if parameter.device.type != "cpu":
+        raise UserError(
+            "on_failure='continue' needs tensors that travel over Gloo, got some on "
+            f"{parameter.device}; "
+            "use on_failure='raise'"
+        )
+    store = process_group.get_group_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    # torch says it nowhere else: a store that this process serves ends with it.
+    if "server=TCPServer" in repr(store):
+        raise UserError(
+            "on_failure='continue' needs a store that no worker holds, for it ends with its "
+            f"process, got one in that of rank {process_group.rank()}; start workers with "
+            "`gossamer launch`, or give init_process_group a TCPStore of another process"
+        )
 
 
 def check_wrapper(model: nn.Module, process_group: ProcessGroup) -> None:

@@ -16,7 +16,7 @@ from gossamer.gossip import step_call
 from gossamer.gossip.mixer import Mixer, MixerState
 from gossamer.gossip.replica import Replica
 from gossamer.gossip.shards import local, locals_of, sharded_as
-from gossamer.topology import Round
+from gossamer.topology import Round, nobody
 from gossamer.wire import Packing
 
 
@@ -56,6 +56,8 @@ class RankContext:
         """Of the parameters: all that may be in flight between two steps."""
         self.source = source
         self._packing = packing
+        self.first_mixed = 0
+        """The first step that is mixed; those before are local, for others have been past them."""
         self._to_agree_on = ""
 
     @property
@@ -112,14 +114,20 @@ class RankContext:
 
     def rounds(self, step: int) -> Sequence[Round]:
         """Return what a step mixes with."""
+        if step < self.first_mixed:
+            return (nobody(self.mixer.size),)
         return self._note_decision(self.source.rounds(step))
 
     def resumed_rounds(self, step: int) -> Sequence[Round]:
         """Return what ``rounds`` returned."""
+        if step < self.first_mixed:
+            return (nobody(self.mixer.size),)
         return self._note_decision(self.source.resume(step))
 
     def start(self, round: Round, step: int, state: str = PARAMETERS) -> None:
         """Begin to exchange a state."""
+        if step < self.first_mixed:
+            return
         agrees_on, self._to_agree_on = self._to_agree_on, ""
         self._replica.collect(state)
         buckets = self._packing.at(step)
@@ -143,6 +151,11 @@ class RankContext:
         decision = self.source.decision
         self._to_agree_on = "" if decision is None else decision.digest
         return rounds
+
+    def drop(self) -> None:
+        """Let go of what is in flight, without a wait."""
+        for mixer in self._mixers.values():
+            mixer.drop()
 
     def close(self) -> None:
         """Wait for what is in flight, and let go of all memory."""

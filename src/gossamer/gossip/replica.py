@@ -145,17 +145,21 @@ class Replica:
                 yield shard, mean.as_strided(copy.shape, copy.stride(), copy.storage_offset())
 
     @contextlib.contextmanager
-    def restored(self) -> Generator[None]:
-        """Put back, bit for bit, what the code of a block changes."""
+    def restored(self) -> Generator[Callable[[], None]]:
+        """Put back, bit for bit, what the code of a block changes; the function does so at once."""
         reshard(self._sharded)
         saved = [tensor.detach().clone() for tensor in self.averaged]
-        try:
-            yield
-        finally:
+
+        @torch.no_grad()
+        def put_back() -> None:
             reshard(self._sharded)
-            with torch.no_grad():
-                for tensor, before in zip(self.averaged, saved, strict=True):
-                    tensor.copy_(before)
+            for tensor, before in zip(self.averaged, saved, strict=True):
+                tensor.copy_(before)
+
+        try:
+            yield put_back
+        finally:
+            put_back()
             # An average in the block has left something else in the copies, which may yet be mixed.
             self.collect()
 

@@ -36,7 +36,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         here = any(map(bool, found.values()))
-        anywhere = any(self._worker.begin_gather(int(here), "GradScaler's step")())
+        anywhere = any(self._worker.gather_in_step(int(here), "GradScaler's step"))
         for flag in found.values():
             flag.fill_(float(anywhere))
         return found

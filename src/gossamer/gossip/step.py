@@ -9,18 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any, final
 
 import torch
 from torch.optim import Optimizer
 
 from gossamer.algorithms import Algorithm
-from gossamer.consensus import NormSteps
 from gossamer.errors import UserError
 from gossamer.gossip import step_call
+from gossamer.gossip.epochs import Epochs, without_frames
+from gossamer.gossip.failures import ExchangeError
 from gossamer.gossip.guard import Guard
-from gossamer.gossip.mixer import MixerState
+from gossamer.gossip.membership import STEP, Decision
+from gossamer.gossip.mixer import Mixer, MixerState
 from gossamer.gossip.rank_context import RankContext
 from gossamer.gossip.rank_meter import RankMeter
 from gossamer.gossip.wrapper_watch import WrapperWatch
@@ -36,22 +38,18 @@ class Step:
     Args:
         optimizers: each takes one step per step of training.
         algorithm: what a step does around updates.
-        context: what it works on, and what is in flight between steps.
+        epochs: what it works on, with whom, and what is in flight between steps.
         guard: who sees parameters that are not what is sent.
         wrappers: who sees that gradients are averaged, too.
-        meter: measures norms, and says who still trains inside join().
-        norm_steps: at which norms are measured.
     """
 
     def __init__(
         self,
         optimizers: Sequence[Optimizer],
         algorithm: Algorithm,
-        context: RankContext,
+        epochs: Epochs,
         guard: Guard,
         wrappers: WrapperWatch,
-        meter: RankMeter,
-        norm_steps: NormSteps,
     ) -> None:
         self.num_steps = 0
         """Steps taken so far."""
@@ -64,12 +62,9 @@ class Step:
         # - What takes part
         self._optimizers = optimizers
         self._algorithm = algorithm
-        self._context = context
-        self._mixer = context.mixer
+        self._epochs = epochs
         self._guard = guard
         self._wrappers = wrappers
-        self._meter = meter
-        self._norm_steps = norm_steps
         # - The step that is being taken
         self._stepped: list[Optimizer] = []
         self._begun = False
@@ -84,6 +79,18 @@ class Step:
                 optimizer.register_step_post_hook(untraced(self._after_update)),
             )
         ]
+
+    @property
+    def _context(self) -> RankContext:
+        return self._epochs.current.context
+
+    @property
+    def _mixer(self) -> Mixer:
+        return self._context.mixer
+
+    @property
+    def _meter(self) -> RankMeter:
+        return self._epochs.current.meter
 
     # - From hook to hook
 
@@ -133,20 +140,74 @@ class Step:
 
     @torch.no_grad()
     def _before_first_update(self) -> None:
-        self._context.source.before_update(self.num_steps)
-        self._algorithm.before_update(self._context, self.num_steps)
+        def begin() -> None:
+            if not self._is_behind:
+                self._context.source.before_update(self.num_steps)
+            self._algorithm.before_update(self._context, self.num_steps)
+
+        while not self._survived(begin, STEP):
+            pass  # from its beginning, with those who are left
 
     def _finish(self) -> None:
         """Come between the last optimizer's update and the next forward pass."""
         self._stepped, self._begun = [], False
         self._guard.renew()
-        if self.num_steps in self._norm_steps:
-            self.last_norms = self._meter.norms()
-            self.norms_step = self.num_steps + 1
-        with torch.no_grad():
-            self._algorithm.after_update(self._context, self.num_steps)
-        self._context.refuse_unfinished()
+
+        def finish() -> None:
+            if self.num_steps in self._epochs.current.norm_steps and not self._is_behind:
+                self.last_norms = self._meter.norms()
+                self.norms_step = self.num_steps + 1
+            with torch.no_grad():
+                self._algorithm.after_update(self._context, self.num_steps)
+            self._context.refuse_unfinished()
+
+        self._survived(finish, updated=True)  # or what it would have mixed stays unmixed
         self.num_steps += 1
+
+    # - When a worker is lost
+
+    @property
+    def _is_behind(self) -> bool:
+        """Whether others have been past this step when the epoch began: then it is local."""
+        return self.num_steps < self._epochs.current.first_step
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether others may have been asked already what this rank would ask them now.
+
+        That is so up to the first step of an epoch: some of them began it in the epoch before.
+        """
+        first_step = self._epochs.current.first_step
+        return first_step > 0 and self.num_steps <= first_step
+
+    def recover(self, error: ExchangeError, call: str = "", *, updated: bool = False) -> Decision:
+        """Go on from this worker's own parameters, with those who are left; return who they are.
+
+        Args:
+            error: what failed.
+            call: the collective call that it was in.
+            updated: whether the step had been updated, and was not yet mixed.
+        """
+        with torch.no_grad():
+            if updated:
+                self._algorithm.abandon(self._context)
+            decision = self._epochs.advance(error, self.num_steps + updated, call)
+            self._algorithm.restart(self._context)
+        return decision
+
+    def _survived(
+        self, part: Callable[[], object], call: str = "", *, updated: bool = False
+    ) -> bool:
+        """Do a part of a step; return whether it came to its end before a worker was lost."""
+        try:
+            part()
+            return True
+        except ExchangeError as error:
+            if not self._epochs.takes(error):
+                raise
+            failure = without_frames(error)
+        self.recover(failure, call, updated=updated)
+        return False
 
     def _refuse_out_of_turn(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -219,7 +280,7 @@ class Step:
     def drain(self) -> None:
         """Wait until nothing is on the wire; raise where parameters changed while they were."""
         self._check_unchanged()
-        self._mixer.drain()
+        self._survived(lambda: self._mixer.drain())
 
     @contextlib.contextmanager
     def paused(self, call: str) -> Generator[None]:
@@ -233,12 +294,16 @@ class Step:
 
     def restart(self) -> None:
         """Drop what was received; exchange what parameters are now."""
-        self._mixer.discard()
-        self._guard.check_trained()
-        self._guard.renew()
-        if self.num_steps > 0:
-            with torch.no_grad():
-                self._algorithm.resume(self._context, self.num_steps)
+
+        def restart() -> None:
+            self._mixer.discard()
+            self._guard.check_trained()
+            self._guard.renew()
+            if self.num_steps > 0:
+                with torch.no_grad():
+                    self._algorithm.resume(self._context, self.num_steps)
+
+        self._survived(restart)  # or this step is a local one
 
     @contextlib.contextmanager
     def joined(self) -> Generator[None]:

@@ -49,6 +49,12 @@ class Stats:
     """By rank, how many of its buckets this rank could not decode, and so did not mix with: numbers
     differed by more than the wire format can tell."""
 
+    failures: int = 0
+    """How often training went on without workers that were lost."""
+
+    recovery_s: float = 0.0
+    """Time from when this rank saw that until it was connected with those who were left."""
+
     @property
     def exposed_per_step_s(self) -> float:
         """How long a step waits for its exchange, on average."""
@@ -85,6 +91,8 @@ class Telemetry:
     left_out: Counter[int] = field(default_factory=Counter[int])
     mean_moved: int = 0
     undecoded: Counter[int] = field(default_factory=Counter[int])
+    failures: int = 0
+    recovery_s: float = 0.0
 
     def count(self, messages: int, num_bytes: int) -> None:
         """Count messages that were sent."""
@@ -112,4 +120,6 @@ class Telemetry:
             left_out=dict(self.left_out),
             mean_moved=self.mean_moved,
             undecoded=dict(self.undecoded),
+            failures=self.failures,
+            recovery_s=self.recovery_s,
         )

@@ -181,9 +181,9 @@ class Transport:
         self._spare.clear()
         self._groups.clear()
 
-    def wait_idle(self, seconds: float) -> None:
-        """Wait until the collecting thread waits for nothing, or the time is over."""
-        self._collector.wait_idle(seconds)
+    def wait_idle(self, seconds: float) -> bool:
+        """Return whether the collecting thread waits for nothing, within a time."""
+        return self._collector.wait_idle(seconds)
 
     def _begin_over_gloo(
         self, role: _Role, source: Tensor, inbox: Tensor, tag: int, exchange: Exchange

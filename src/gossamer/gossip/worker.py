@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Generator
-from typing import final
+from typing import TypeVar, final
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from gossamer.errors import UserError
+from gossamer.gossip.epochs import Epochs, without_frames
 from gossamer.gossip.failures import ExchangeError
 from gossamer.gossip.mixer import Mixer, MixerState
 from gossamer.gossip.model_state import ModelState
@@ -34,6 +35,10 @@ _EXIT_WAIT_S = 30.0
 
 _EXIT_WAIT_AFTER_ERROR_S = 3.0
 
+_ENDED = "ended its gossip (where ranks have fewer batches than others, use join())"
+
+Result = TypeVar("Result")
+
 
 @final
 class Worker:
@@ -42,8 +47,7 @@ class Worker:
     Args:
         replica: its parameters.
         step: what it does around optimizers' steps.
-        mixer: what may be in flight.
-        network: what connects it to the others.
+        epochs: who the others are, and what connects it to them.
         model_state: what is said of the model's state.
         within: what connects it to the ranks that hold its replica with it.
     """
@@ -52,22 +56,84 @@ class Worker:
         self,
         replica: Replica,
         step: Step,
-        mixer: Mixer,
-        network: Network,
+        epochs: Epochs,
         model_state: ModelState,
         within: Within,
     ) -> None:
         self.replica = replica
         self.step = step
-        self.mixer = mixer
-        self.network = network
+        self.epochs = epochs
         self.model_state = model_state
         self.within = within
         self._pid = os.getpid()
         # Also what keeps this object until close(): its tensors are on the wire.
         atexit.register(self._leave)
 
+    @property
+    def network(self) -> Network:
+        """What connects it to the others."""
+        return self.epochs.current.network
+
+    @property
+    def mixer(self) -> Mixer:
+        """What may be in flight."""
+        return self.epochs.current.context.mixer
+
     # - What all ranks do together
+
+    def together(
+        self,
+        call: str,
+        body: Callable[[], Result],
+        *,
+        drains: bool = True,
+        undo: Callable[[], object] = lambda: None,
+    ) -> Result:
+        """Make a call that all ranks make; again with those who are left, where one was lost.
+
+        A rank that comes back from here must know that all others do. So at the end they wait for
+        each other, where training goes on after a failure: nobody gets past that before all have
+        done their part, and if that wait fails, all have done it, or all who are left do it again.
+
+        Args:
+            call: what ranks say of one that makes it alone.
+            body: this rank's part.
+            drains: whether nothing may be on the wire meanwhile.
+            undo: what has to be done before the body is run again.
+        """
+        while True:
+            results: list[Result] = []
+            try:
+                with self.collective(call) if drains else self.calling(call):
+                    results.append(body())
+                    if self.epochs.survives:
+                        self.epochs.calls_done += 1
+                        self.network.collectives.begin_gather(0, f"the end of {call}")()
+                    return results[0]
+            except ExchangeError as error:
+                if not self.epochs.takes(error):
+                    raise
+                failure = without_frames(error)
+            decision = self.step.recover(failure, call)
+            if results and decision.calls_done >= self.epochs.calls_done:
+                return results[0]
+            self.epochs.calls_done -= len(results)
+            undo()
+
+    def gather_in_step(self, value: int, call: str) -> list[int]:
+        """Return every rank's number, at a place that each comes to once in every step.
+
+        Where ranks are not at one place because one was lost, this rank's alone.
+        """
+        while not self.step.is_alone:
+            try:
+                return self.begin_gather(value, call)()
+            except ExchangeError as error:
+                if not self.epochs.takes(error):
+                    raise
+                failure = without_frames(error)
+            self.step.recover(failure)
+        return [value]
 
     def check_ready(self, call: str) -> None:
         """Raise where a collective call cannot be made: gossip has ended, or ranks are apart."""
@@ -162,13 +228,17 @@ class Worker:
         """Wait for what is in flight, remove every hook, free all memory."""
         try:
             self.model_state.remove_hook()
-            self.step.close()
-            self.leave(
-                "ended its gossip (where ranks have fewer batches than others, use join())",
-                ended=True,
-            )
+            try:
+                self.step.close()
+            except ExchangeError as error:
+                if not self.epochs.takes(error):
+                    raise
+                without_frames(error)  # what was in flight is for nobody
+            self.leave(_ENDED, ended=True)
             self.within.close()
-            if not self.network.detector.broken:
+            if self.epochs.survives:
+                self._let_go()
+            elif not self.network.detector.broken:
                 atexit.unregister(self._leave)
                 self.network.close()
                 self.network.detector.board.discard()
@@ -179,6 +249,15 @@ class Worker:
         """Tell the others why this rank ends; see ``FailureDetector.leave``."""
         self.network.detector.leave(reason, ended=ended)
         self.within.leave(reason, ended=ended)
+        self.epochs.leave(reason, alarm=not ended)
+
+    def _let_go(self) -> None:
+        """Leave the network to those who go on, whatever has become of it."""
+        if not self.network.detector.broken:
+            self.network.collectives.wait_idle(_EXIT_WAIT_AFTER_ERROR_S)
+        self.epochs.current.drop()
+        if self.epochs.wait_dropped(_EXIT_WAIT_AFTER_ERROR_S):
+            atexit.unregister(self._leave)
 
     def _leave(self) -> None:
         """At the end of a process: give peers what they wait for, and say why there is no more."""
@@ -194,6 +273,7 @@ class Worker:
             waiter.join(patience_s)
         if not self.network.detector.broken:
             self.network.collectives.wait_idle(patience_s)
+        self.epochs.wait_dropped(patience_s)
         # Each rank after another time: while one ends, the others still wait for its end.
         share = (1 + self.network.rank) / self.network.size
         self.within.abandon(0.0)

@@ -1,0 +1,351 @@
+"""Workers that go on when others are lost: real processes, real kills, and what each of them does.
+
+A *scene* is a run of a few workers on a store in a process of its own, with a loop that takes steps
+until all have taken as many; meanwhile something happens to some of them. Every worker notes the
+time of each step that it completes, and with how many others; that is what figures come from.
+``python -m benchmarks.faults --continue`` and ``python -m benchmarks.soak`` print them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from gossamer.gossip import Gossip, decentralize
+
+FAULT_STEP = 20
+_TOGETHER = 5
+"""How many scenes run at a time; they mostly wait."""
+
+
+class Taken(NamedTuple):
+    """A step that a worker has completed."""
+
+    at: float
+    step: int
+    num_workers: int
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A run that something happens to."""
+
+    num_workers: int = 4
+    topology: str = "one_peer_exponential"
+    algorithm: str = "awc"
+    control: str = "plain"
+    num_steps: int = 100
+    pace_s: float = 0.01
+    """How long a step computes."""
+
+    timeout_s: float = 5.0
+    average_every: int = 0
+    """Once in so many steps all workers evaluate the average."""
+
+    actor: int = 2
+    """The worker that does something itself."""
+
+    act: Callable[[Gossip], object] | None = None
+    """What it does before its step ``FAULT_STEP``."""
+
+
+@dataclass
+class Running:
+    """The processes of a scene."""
+
+    scene: Scene
+    folder: Path
+    holder: int
+    workers: dict[int, int]
+    """Process ids by worker."""
+
+    codes: dict[int, int] = field(default_factory=dict[int, int])
+
+    def kill(self, worker: int, number: signal.Signals = signal.SIGKILL) -> float:
+        """Send a signal to a worker; return when."""
+        now = time.time()
+        os.kill(self.workers[worker], number)
+        return now
+
+    def taken(self, worker: int) -> list[Taken]:
+        """Return the steps that a worker has completed so far."""
+        path = self.folder / f"{worker}.steps"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return [Taken(float(a), int(b), int(c)) for a, b, c in map(str.split, lines)]
+
+    def log_of(self, worker: int) -> str:
+        """Return what a worker has logged and printed so far."""
+        return (self.folder / f"{worker}.log").read_text(errors="replace")
+
+    def wait_for_step(self, step: int, worker: int) -> None:
+        """Return when a worker has taken so many steps."""
+        deadline = time.monotonic() + 60
+        while not (taken := self.taken(worker)) or taken[-1].step < step:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"worker {worker} did not come to step {step}")
+            time.sleep(0.01)
+
+    def wait(self, patience_s: float) -> dict[int, int]:
+        """Wait for all workers; return exit codes, -9 for those that had to be ended here."""
+        deadline = time.monotonic() + patience_s
+        while len(self.codes) < len(self.workers):
+            for worker, pid in self.workers.items():
+                if worker not in self.codes:
+                    ended, status = os.waitpid(pid, os.WNOHANG)
+                    if ended:
+                        self.codes[worker] = os.waitstatus_to_exitcode(status)
+                    elif time.monotonic() > deadline:
+                        os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
+        return self.codes
+
+    def close(self) -> None:
+        """End the store and remove what was written."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.holder, signal.SIGKILL)
+        os.waitpid(self.holder, 0)
+        shutil.rmtree(self.folder)
+
+
+def start(scene: Scene) -> Running:
+    """Start the workers of a scene."""
+    folder = Path(tempfile.mkdtemp(prefix="gossamer-survival-"))
+    holder = _fork(lambda: _hold_store(folder), folder / "store.log")
+    workers = {
+        rank: _fork(lambda rank=rank: _work(scene, rank, folder), folder / f"{rank}.log")
+        for rank in range(scene.num_workers)
+    }
+    return Running(scene, folder, holder, workers)
+
+
+def seconds_until_step(running: Running, worker: int, at: float, most_workers: int) -> float:
+    """Return how long after a moment a worker completed a step with no more than so many."""
+    steps = (taken for taken in running.taken(worker) if taken.at > at)
+    return next((t.at - at for t in steps if t.num_workers <= most_workers), float("inf"))
+
+
+def _fork(body: Callable[[], None], log: Path) -> int:
+    """Run a function in a process of its own, that ends as a script does."""
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, sys.stderr.fileno())
+        os.dup2(file, sys.stdout.fileno())
+        body()
+        sys.exit()
+    return pid
+
+
+def _hold_store(folder: Path) -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True)
+    (folder / "port.part").write_text(str(store.port))
+    (folder / "port.part").rename(folder / "port")
+    time.sleep(3600)
+
+
+def _join_store(folder: Path) -> TCPStore:
+    deadline = time.monotonic() + 30
+    while not (folder / "port").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return TCPStore("127.0.0.1", int((folder / "port").read_text()), is_master=False)
+
+
+def _work(scene: Scene, rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    store = _join_store(folder)
+    store.set(f"started/{rank}", "")  # many start on few processors: the timeout is for training
+    store.wait([f"started/{other}" for other in range(scene.num_workers)], timedelta(seconds=60))
+    group = dist.ProcessGroup(store, rank, scene.num_workers)
+    torch.manual_seed(rank)
+    model = nn.Linear(200, 100)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    gossip = decentralize(
+        model,
+        optimizer,
+        scene.topology,
+        process_group=group,
+        algorithm=scene.algorithm,
+        control=scene.control,
+        on_failure="continue",
+        timeout=timedelta(seconds=scene.timeout_s),
+    )
+    with (folder / f"{rank}.steps").open("w", buffering=1) as file:
+        while gossip.num_steps < scene.num_steps:
+            time.sleep(scene.pace_s)
+            if scene.act is not None and rank == scene.actor and gossip.num_steps == FAULT_STEP:
+                scene.act(gossip)
+                if scene.act == Gossip.close:
+                    return
+            optimizer.zero_grad()
+            model(torch.randn(8, 200)).square().mean().backward()
+            optimizer.step()
+            file.write(f"{time.time()} {gossip.num_steps} {gossip.num_workers}\n")
+            if scene.average_every and gossip.num_steps % scene.average_every == 0:
+                with gossip.averaged():
+                    pass
+    gossip.finalize()
+    answer: dict[str, Any] = {
+        "members": gossip.members,
+        "norm": float(torch.cat([p.detach().flatten() for p in model.parameters()]).norm()),
+        "failures": gossip.stats().failures,
+        "recovery_s": gossip.stats().recovery_s,
+    }
+    (folder / f"{rank}.json").write_text(json.dumps(answer))
+
+
+def answers(running: Running, workers: Sequence[int]) -> dict[int, dict[str, Any]]:
+    """Return what workers came to at their end."""
+    paths = {worker: running.folder / f"{worker}.json" for worker in workers}
+    return {w: json.loads(path.read_text()) for w, path in paths.items() if path.exists()}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens in a scene, and what must come of it."""
+
+    scene: Scene
+    survivors: tuple[int, ...]
+    happen: Callable[[Running], float]
+    """Makes it happen; returns when."""
+
+    later: Callable[[Running], object] = lambda running: None
+    """What happens when survivors have gone on."""
+
+    words: str = ""
+    """What those who do not go on say, where they say anything."""
+
+
+def _kill(*workers: int, pause_s: float = 0.0) -> Callable[[Running], float]:
+    def happen(running: Running) -> float:
+        running.wait_for_step(FAULT_STEP, 3)
+        for worker in workers[:-1]:
+            running.kill(worker)
+            time.sleep(pause_s)
+        return running.kill(workers[-1])
+
+    return happen
+
+
+def _stall(seconds: float = 0.0) -> Callable[[Running], float]:
+    def happen(running: Running) -> float:
+        running.wait_for_step(FAULT_STEP, 3)
+        at = running.kill(2, signal.SIGSTOP)
+        if seconds:
+            time.sleep(seconds)
+            running.kill(2, signal.SIGCONT)
+        return at
+
+    return happen
+
+
+def _watch(running: Running) -> float:
+    running.wait_for_step(FAULT_STEP, 3)
+    return running.taken(3)[FAULT_STEP - 1].at
+
+
+def _kill_store(running: Running) -> float:
+    running.wait_for_step(FAULT_STEP, 3)
+    os.kill(running.holder, signal.SIGKILL)
+    return running.kill(2)
+
+
+def _resume(running: Running) -> None:
+    running.wait_for_step(running.scene.num_steps, 3)
+    running.kill(2, signal.SIGCONT)
+
+
+def _raise(gossip: Gossip) -> None:
+    raise ValueError("bad sample in the data")
+
+
+def _average_alone(gossip: Gossip) -> None:
+    with gossip.averaged():
+        pass
+
+
+_OTHERS = (0, 1, 3)
+
+FAULTS: dict[str, Fault] = {
+    "killed": Fault(Scene(topology="ring"), _OTHERS, _kill(2)),
+    "killed, with averages": Fault(Scene(average_every=3), _OTHERS, _kill(2)),
+    "killed in an all-reduce": Fault(Scene(topology="complete"), _OTHERS, _kill(2)),
+    "killed under control": Fault(Scene(control="constant(c=0.25)"), _OTHERS, _kill(2)),
+    "killed under tracking": Fault(Scene(algorithm="gradient_tracking"), _OTHERS, _kill(2)),
+    "the first killed": Fault(Scene(), (1, 2, 3), _kill(0)),
+    "two neighbours killed": Fault(Scene(6, "ring"), (0, 3, 4, 5), _kill(1, 2)),
+    "half killed": Fault(Scene(8), (0, 3, 5, 6), _kill(1, 2, 4, 7)),
+    "all but one killed": Fault(Scene(), (3,), _kill(0, 1, 2)),
+    "killed during recovery": Fault(Scene(5), (0, 3, 4), _kill(1, 2, pause_s=0.28)),
+    "a torus of 6 becomes one of 5": Fault(Scene(6, "torus"), (0, 1, 3, 4, 5), _kill(2)),
+    "stalled": Fault(Scene(), _OTHERS, _stall(), _resume, "the others went on without worker 2"),
+    "stalled for a moment": Fault(Scene(), (0, 1, 2, 3), _stall(0.3)),
+    "raises": Fault(Scene(act=_raise), _OTHERS, _watch, words="bad sample"),
+    "ends early": Fault(Scene(act=Gossip.close), _OTHERS, _watch),
+    "averages alone": Fault(
+        Scene(act=_average_alone, topology="ring"),
+        (),
+        _watch,
+        words="all workers must make the same calls",
+    ),
+    "killed with the store": Fault(Scene(), (), _kill_store, words="must reach the store"),
+}
+
+
+def play(names: Sequence[str], timeout_s: float) -> Iterator[dict[str, Any]]:
+    """Yield a row for each fault."""
+    torch.set_num_threads(1)
+    torch.optim.SGD(nn.Linear(1, 1).parameters())  # imports much, and only once before the forks
+    gc.freeze()  # or each of them would look for garbage in all of it when it ends
+    for batch in (names[i : i + _TOGETHER] for i in range(0, len(names), _TOGETHER)):
+        faults = {name: FAULTS[name] for name in batch}
+        scenes = {name: replace(f.scene, timeout_s=timeout_s) for name, f in faults.items()}
+        running = {name: start(scene) for name, scene in scenes.items()}  # forks, before threads
+        with ThreadPoolExecutor(_TOGETHER) as pool:
+            outcomes = pool.map(_outcome, faults.values(), running.values())
+            for name, outcome in zip(batch, outcomes, strict=True):
+                yield {"fault": name, **outcome}
+
+
+def _outcome(fault: Fault, running: Running) -> dict[str, Any]:
+    at = 0.0
+    with contextlib.suppress(TimeoutError):
+        at = fault.happen(running)
+        fault.later(running)
+    codes = running.wait(6 * running.scene.timeout_s + 15)
+    ends = answers(running, fault.survivors)
+    seconds = [seconds_until_step(running, w, at, len(fault.survivors)) for w in fault.survivors]
+    others = [w for w in codes if w not in fault.survivors and codes[w] != -signal.SIGKILL]
+    row: dict[str, Any] = {
+        "survivors": len(fault.survivors),
+        "seconds": max(seconds, default=0.0),
+        "steps_lost": sum(running.scene.num_steps - running.taken(w)[-1].step for w in ends),
+        "went_on": [*ends] == [*fault.survivors]
+        and all(codes[w] == 0 and end["members"] == [*fault.survivors] for w, end in ends.items()),
+        "one_model": len({end["norm"] for end in ends.values()}) <= 1,
+        "said": all(fault.words in running.log_of(w) and codes[w] in (0, 1) for w in others),
+    }
+    if not (row["went_on"] and row["said"]):
+        row["logs"] = {w: f"{codes[w]}: {running.log_of(w)[-1500:]}" for w in codes}
+    running.close()
+    return row

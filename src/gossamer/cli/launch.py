@@ -1,0 +1,37 @@
+"""The verb `gossamer launch`: parse, start workers, say who ended."""
+
+from __future__ import annotations
+
+import signal
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from gossamer.cli.terminal import say
+from gossamer.launch import Place, launch
+
+
+def launch_command(
+    command: Annotated[list[str], typer.Argument(help="Program and arguments of a worker.")],
+    workers: Annotated[int, typer.Option(help="Workers to start here.")] = 4,
+    total: Annotated[int, typer.Option(help="Workers of all nodes, where there are several.")] = 0,
+    first: Annotated[int, typer.Option(help="Rank of the first worker here.")] = 0,
+    store: Annotated[str, typer.Option(help="host:port of the store, on the node of rank 0.")] = "",
+) -> None:
+    """Run workers that may end one by one, for on_failure="continue".
+
+    Unlike torchrun it lets the others go on, and it holds
+    the store that they agree through. The exit code is 0
+    where a worker came to its end.
+
+    Examples:
+    $ gossamer launch --workers 4 -- python train.py
+    """
+
+    def end(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, end)
+    place = Place(workers, first, total, store)
+    raise typer.Exit(launch(command, place, lambda line: say(escape(line))))

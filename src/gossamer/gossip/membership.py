@@ -1,0 +1,431 @@
+"""Who takes part, from epoch to epoch: agreed on through a store that no worker holds.
+
+Note [Epochs]
+The members of an epoch are fixed. Whoever loses one says in the log of the epoch that it is there
+itself, and only then lets go of its connections; others see these close, or the log, and do the
+same. So a connection that is closed by a worker which is not in the log belongs to one that is
+gone. When its step comes to it, each asks in the log for the next epoch, with what it knows. As
+soon as every member has or is judged to be gone, any of them proposes the members of the next
+epoch; the store keeps the first proposal, and that is the decision. Nobody is a member of the next
+epoch who has not asked for it, so members are never left behind, and a worker that was stalled
+finds the decision that went without it.
+
+Without the store nobody can be a member: of a network that is cut, the side with the store goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar, final
+
+from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.distributed_c10d import PrefixStore
+
+from gossamer.gossip.failures import ExchangeError
+
+_LOOK_S = 0.05
+"""How often a worker looks for a log, at least; longer where there are many."""
+
+_LOOKS_PER_S = 1000
+"""How often all workers together look, at most."""
+
+_CLOSED_S = 0.25
+"""How long a worker whose connections closed has to say that it is there."""
+
+_ANSWER_S = 4.0
+"""How long others have, or half the timeout: their threads answer while they compute."""
+
+_READY_S = 1.0
+"""How long a member that has waited for a decision may take to see it."""
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05
+"""Between two looks at the log of those that agree."""
+
+STEP = "optimizer.step()"
+
+_ALARM = "other workers have lost one, and agree on who goes on"
+
+_MOST_IN_VAIN = 3
+"""Epochs in a row that end where they began, before what fails is taken for the program."""
+
+_Answer = TypeVar("_Answer")
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Arrival:
+    """What a member says when it asks for the next epoch."""
+
+    member: int
+    step: int
+    """The step that it takes next, or is in before its update."""
+
+    why: str
+    """What it has seen."""
+
+    call: str = ""
+    """The collective call that it is in, or ``STEP`` where a step waits before its update."""
+
+    calls_done: int = 0
+    """How many collective calls it has done its part of."""
+
+    opened: bool = True
+    """Whether it had connected with all members of this epoch."""
+
+    timed_out: bool = False
+    """Whether a wait of it took too long; what it has seen is not only others' failure."""
+
+    closed: tuple[int, ...] = ()
+    """Members whose ends of connections are closed."""
+
+    waited_for: tuple[int, ...] = ()
+    """Members that it waited for in vain."""
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """How the next epoch begins."""
+
+    members: tuple[int, ...]
+    """In the order of their ranks."""
+
+    step: int
+    """The first step that all of them take together; who is behind gets there by local steps."""
+
+    calls_done: int
+    """How many collective calls all of them have done their part of."""
+
+    gone: Mapping[int, str] = field(default_factory=dict[int, str])
+    """Why others are no longer members."""
+
+    error: str = ""
+    """Why there is no next epoch: what failed is the program, not a worker."""
+
+
+@final
+class Membership:
+    """One worker's part in agreeing on members; see Note [Epochs].
+
+    Args:
+        store: where, on a part of it that no other gossip uses.
+        member: what this worker is called, for ever.
+        members: of the first epoch.
+        timeout: how long a member may compute before it has to come.
+    """
+
+    def __init__(
+        self, store: Store, member: int, members: Sequence[int], timeout: timedelta
+    ) -> None:
+        # A connection of its own: while one waits for a key, nothing else can be asked on it.
+        self._store: Any = PrefixStore("members", clone(store))  # torch's types lack append
+        self.member = member
+        self.members = tuple(members)
+        self.epoch = 0
+        self._timeout_s = timeout.total_seconds()
+        self._answer_s = min(_ANSWER_S, self._timeout_s / 2)
+        self._ended = threading.Event()
+        self._on_alarm: Callable[[str], None] = lambda reason: None
+        self._announced = self._arrived = -1
+        self._last: Decision | None = None
+        self._num_in_vain = 0
+        self._watcher = threading.Thread(target=self._watch, name="gossamer-members", daemon=True)
+
+    # - While all goes well
+
+    def watch(self, on_alarm: Callable[[str], None]) -> None:
+        """Begin to look for an alarm, from a thread, and to answer it.
+
+        Args:
+            on_alarm: called on that thread with what others have seen; it must ``announce``.
+        """
+        self._on_alarm = on_alarm
+        if not self._watcher.is_alive():
+            self._watcher.start()
+
+    def _watch(self) -> None:
+        pause_s = max(_LOOK_S, len(self.members) / _LOOKS_PER_S)
+        said_at = 0.0
+        while not self._ended.wait(pause_s):
+            epoch = self.epoch
+            if epoch == self._announced and self._arrived < epoch:
+                # Its other threads may compute or wait for long; a word now and then says that it
+                # is there, and none that it is not.
+                if time.monotonic() - said_at > self._answer_s / 4:
+                    said_at = time.monotonic()
+                    self.announce(epoch)
+            elif self._announced < epoch:
+                # Whoever comes to agree will say that the store is gone, if it is.
+                with contextlib.suppress(RuntimeError):
+                    if self._store.check([f"{epoch}/log"]):
+                        said_at = time.monotonic()
+                        self._on_alarm(_ALARM)
+
+    def announce(self, epoch: int) -> None:
+        """Say that this worker is there, though the epoch has failed."""
+        self._announced = max(self._announced, epoch)
+        with contextlib.suppress(RuntimeError):
+            self._ask(lambda: self._store.append(f"{epoch}/log", _line(alive=self.member)))
+
+    # - When one is lost
+
+    def arrive(self, arrival: Arrival) -> None:
+        """Ask for the next epoch."""
+        self._arrived = self.epoch
+        self._ask(lambda: self._store.append(f"{self.epoch}/log", _line(here=asdict(arrival))))
+
+    def agree(self) -> Decision:
+        """Return how the next epoch begins, when that is decided.
+
+        Raises:
+            ExchangeError: it begins without this worker, or the store does not answer.
+        """
+        listener = _Listener(self._timeout_s, self._answer_s)
+        pause_s = _FIRST_PAUSE_S
+        while (decision := self._ask(self._decision)) is None:
+            log, left = self._ask(self._read)
+            listener.hear(log)
+            proposal = _propose(self.members, log, left, listener)
+            if proposal is not None:
+                self._ask(lambda proposal=proposal: self._decide(proposal))
+                continue
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+        if decision.error:
+            raise ExchangeError(decision.error)
+        if self.member not in decision.members:
+            why = decision.gone.get(self.member, "it was late")
+            raise ExchangeError(
+                f"a member must answer in time, and the others went on without worker "
+                f"{self.member} at step {decision.step}: {why}; start it again to join, and allow "
+                "a longer timeout where workers compute longer",
+                self.member,
+            )
+        self._check_progress(decision)
+        # Until there are connections to break off, nobody is to be told of an alarm.
+        self._on_alarm = lambda reason: None
+        self.members = decision.members
+        self.epoch += 1
+        return decision
+
+    def _check_progress(self, decision: Decision) -> None:
+        """Raise where epoch after epoch ends as it began; all members see the same decisions."""
+        before, self._last = self._last, decision
+        repeats = before is not None and before.members == decision.members
+        repeats = repeats and before is not None and before.step == decision.step
+        self._num_in_vain = self._num_in_vain + 1 if repeats else 0
+        if self._num_in_vain >= _MOST_IN_VAIN:
+            raise ExchangeError(
+                f"members must get on with step {decision.step}, and failed "
+                f"{self._num_in_vain + 1} times with nobody gone; look at the first warning, and "
+                f"at what each of {decision.members} waited for"
+            )
+
+    def missing(self) -> list[int]:
+        """Return the ranks of members that do not come to the epoch that was decided.
+
+        All of them waited for the decision, so one that is not there at once was lost since.
+        """
+        key = f"{self.epoch}/ready"
+        self._ask(lambda: self._store.append(key, _line(ready=self.member)))
+        deadline = time.monotonic() + _READY_S
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            ready = {line["ready"] for line in self._ask(lambda: self._lines(key))}
+            missing = [rank for rank, member in enumerate(self.members) if member not in ready]
+            if not missing or time.monotonic() > deadline:
+                return missing
+            time.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+
+    def leave(self, why: str, *, alarm: bool) -> None:
+        """Say that this worker takes part no more.
+
+        Args:
+            why: what the others will say of it.
+            alarm: whether they wait for it, and must be told at once.
+        """
+        self._ended.set()
+        with contextlib.suppress(RuntimeError):
+            self._ask(
+                lambda: self._store.append(f"{self.epoch}/left", _line(left=self.member, why=why))
+            )
+            if alarm:
+                self._ask(lambda: self._store.append(f"{self.epoch}/log", _line(alive=self.member)))
+
+    def _decision(self) -> Decision | None:
+        key = f"{self.epoch}/decision"
+        if not self._store.check([key]):
+            return None
+        said: dict[str, Any] = json.loads(self._store.get(key))
+        said["members"] = tuple(said["members"])  # a list in JSON, whose keys are strings
+        said["gone"] = {int(member): why for member, why in said["gone"].items()}
+        return Decision(**said)
+
+    def _decide(self, proposal: Decision) -> None:
+        self._store.compare_set(f"{self.epoch}/decision", "", json.dumps(asdict(proposal)))
+
+    def _read(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        return self._lines(f"{self.epoch}/log"), self._lines(f"{self.epoch}/left")
+
+    def _lines(self, key: str) -> list[dict[str, Any]]:
+        text = self._store.get(key).decode() if self._store.check([key]) else ""
+        return [json.loads(line) for line in text.splitlines()]
+
+    def _ask(self, question: Callable[[], _Answer]) -> _Answer:
+        """Return the store's answer; on a thread, because one that is cut off never gives any."""
+        answers: list[_Answer] = []
+        errors: list[RuntimeError] = []
+
+        def run() -> None:
+            try:
+                answers.append(question())
+            except RuntimeError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="gossamer-ask", daemon=True)
+        thread.start()
+        thread.join(self._answer_s)
+        if answers:
+            return answers[0]
+        said = f": {errors[0]}" if errors else f" within {self._answer_s:g} s"
+        raise ExchangeError(
+            f"members must reach the store to agree on who goes on, and worker {self.member} got "
+            f"no answer{said}; it leaves. Look for a network that is cut, or for the process that "
+            "holds the store"
+        )
+
+
+@final
+class _Listener:
+    """Knows how long others have been waited for, and have said nothing.
+
+    Args:
+        timeout_s: how long a member that is there may take to come.
+        answer_s: how long it may say nothing.
+    """
+
+    def __init__(self, timeout_s: float, answer_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._answer_s = answer_s
+        self._began = time.monotonic()
+        self._heard: dict[int, tuple[int, float]] = {}
+
+    def hear(self, log: Sequence[Mapping[str, Any]]) -> None:
+        """Note who has said something since the log was read last."""
+        now = time.monotonic()
+        for member, times in Counter(line["alive"] for line in log if "alive" in line).items():
+            if times != self._heard.get(member, (0, 0.0))[0]:
+                self._heard[member] = times, now
+
+    def why_gone(self, member: int, arrivals: Mapping[int, Arrival]) -> str:
+        """Say why a member that has not arrived is gone; nothing where it may still come."""
+        waited_s = time.monotonic() - self._began
+        if member in self._heard:
+            # It may itself be in a wait that has just begun, and then needs time to answer.
+            if waited_s > self._timeout_s + self._answer_s:
+                return "it did not come within the timeout"
+            silent_s = time.monotonic() - self._heard[member][1]
+            return "it gave no further answer" if silent_s > self._answer_s else ""
+        if any(member in arrival.closed for arrival in arrivals.values()):
+            return "its connections broke" if waited_s > min(_CLOSED_S, self._answer_s) else ""
+        connecting = any(not arrival.opened for arrival in arrivals.values())
+        enough_s = min(_READY_S, self._answer_s) if connecting else self._answer_s
+        return "it gave no answer" if waited_s > enough_s else ""
+
+
+def clone(store: Store) -> Store:
+    """Return the same store, on a connection of its own."""
+    untyped: Any = store
+    return untyped.clone()
+
+
+def _line(**said: Any) -> str:
+    return json.dumps(said) + "\n"
+
+
+def _propose(
+    members: tuple[int, ...],
+    log: Sequence[Mapping[str, Any]],
+    left: Sequence[Mapping[str, Any]],
+    listener: _Listener,
+) -> Decision | None:
+    """Return the next epoch, as far as one can tell; None where that is too early."""
+    arrivals = _arrivals(log)
+    gone: dict[int, str] = {line["left"]: line["why"] for line in left}
+    gone |= {line["dead"]: line["why"] for line in log if "dead" in line}
+    for member in members:
+        if member not in arrivals and member not in gone:
+            why = listener.why_gone(member, arrivals)
+            if not why:
+                return None
+            gone[member] = why
+    here = [arrivals[member] for member in members if member in arrivals and member not in gone]
+    if not here:
+        return None
+    error = ""
+    # The first to arrive saw what happened first: others see that it let go of its connections.
+    if len(here) == len(members) and next(iter(arrivals.values())).timed_out:
+        error = _error_of_program(here)
+        if (unreachable := _unreachable(here)) is not None:
+            gone[unreachable] = "another member cannot connect with it, though both are there"
+            here = [arrival for arrival in here if arrival.member != unreachable]
+    return Decision(
+        members=tuple(arrival.member for arrival in here),
+        step=max(arrival.step for arrival in here),
+        calls_done=min(arrival.calls_done for arrival in here),
+        gone={member: why for member, why in gone.items() if member in members},
+        error=error,
+    )
+
+
+def _arrivals(log: Sequence[Mapping[str, Any]]) -> dict[int, Arrival]:
+    found: dict[int, Arrival] = {}
+    for line in log:
+        if "here" in line:
+            said: dict[str, Any] = line["here"]
+            said |= {name: tuple(said[name]) for name in ("closed", "waited_for")}  # lists in JSON
+            found[said["member"]] = Arrival(**said)
+    return found
+
+
+def _error_of_program(here: Sequence[Arrival]) -> str:
+    """Say why nobody is gone, and yet they waited in vain: not all make the same calls."""
+    pairs = ((one, other) for one in here for other in here if _has_passed(other, one))
+    one, other = next(pairs, (None, None))
+    if one is None or other is None:
+        return ""
+    return (
+        "all workers must make the same calls, and all are there, but they waited for each other "
+        f"in vain: worker {one.member} called {one.call} at step {one.step}, and worker "
+        f"{other.member} was in {other.call or 'optimizer.step()'} at step {other.step}; every "
+        "worker must make this call, put the `if` inside"
+    )
+
+
+def _has_passed(other: Arrival, one: Arrival) -> bool:
+    """Whether a member went past the place where another waits for it in a collective call."""
+    if one.call in ("", STEP) or other.calls_done != one.calls_done or other.call == one.call:
+        return False
+    in_another_call = other.call not in ("", STEP)
+    return in_another_call or other.step + (other.call == STEP) > one.step
+
+
+def _unreachable(here: Sequence[Arrival]) -> int | None:
+    """Return who must go where two members are there and could not connect."""
+    present = {arrival.member for arrival in here}
+    pairs = [
+        max(arrival.member, peer)
+        for arrival in here
+        if not arrival.opened
+        for peer in arrival.waited_for
+        if len(arrival.waited_for) == 1 and peer in present
+    ]
+    return max(pairs, default=None)
