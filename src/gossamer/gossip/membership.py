@@ -204,8 +204,8 @@ class Membership:
             why = decision.gone.get(self.member, "it was late")
             raise ExchangeError(
                 f"a member must answer in time, and the others went on without worker "
-                f"{self.member} at step {decision.step}: {why}; start it again to join, and allow "
-                "a longer timeout where workers compute longer",
+                f"{self.member} at step {decision.step}: {why}; a worker that is gone cannot come "
+                "back, so allow a longer timeout where workers compute longer",
                 self.member,
             )
         self._check_progress(decision)
