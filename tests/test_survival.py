@@ -300,7 +300,7 @@ def test_of_two_that_cannot_connect_one_stays() -> None:
 def test_processes_that_are_left_go_on() -> None:
     """SIGKILL, SIGSTOP, exceptions: all take their next step within twice the timeout."""
     names = ["killed, with averages", "half killed", "killed during recovery", "stalled", "raises"]
-    limit_s = 3.0
+    limit_s = 10.0  # that many processes take seconds to start on two processors
     command = [sys.executable, "-m", "benchmarks.faults", "--continue", "--json"]
     command += ["--timeout", str(limit_s), *names]
     output = subprocess.run(command, capture_output=True, text=True, timeout=140, check=True).stdout

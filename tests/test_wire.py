@@ -126,14 +126,24 @@ def test_within_the_range_every_place_is_told(wire: str, data: st.DataObject) ->
     assert torch.equal(total, expected)
 
 
+ERRORS = [
+    {3: 1, 8: -1},
+    {3: 1, 4: -2, 5: 1},
+    {3: 1, 8: -1, 35: -1, 40: 1},
+    {0: 1, 1: -1, 2: -1, 3: 1},
+]
+"""By index, in wraps: two, a second difference, the corners of two rectangles in a matrix."""
+
+
 @pytest.mark.parametrize("wire", RANGED)
-def test_two_errors_do_not_make_up_for_each_other(wire: str) -> None:
-    """A plain sum of places would not see one number too high and another too low by as much."""
+@pytest.mark.parametrize("errors", ERRORS)
+def test_errors_do_not_make_up_for_each_other(wire: str, errors: dict[int, int]) -> None:
+    """Neither a plain sum of places would see them all, nor one weighed by the index."""
     pair = Pair(wire, 1000)
     step = float(pair.sent[1].message[:8].view(torch.float64))
     wraps = 2 ** (8 if "8" in wire else 4)
-    pair.x[1][3] += wraps * step
-    pair.x[1][8] -= wraps * step
+    for index, number in errors.items():
+        pair.x[1][index] += number * wraps * step
     pair.sent[1].fill(pair.x[1])
     assert pair.taken(0)[0].fate is Fate.UNDECODED
 

@@ -361,6 +361,7 @@ def continued_ranks(saved_at: int, topology: str, optimizer: str, **options: Any
         ({"algorithm": "push_sum"}, "push_sum, which also exchanges what it shares out"),
         ({"algorithm": "mixed_moments"}, "mixed_moments, which also exchanges moment"),
         ({"topology": "complete"}, "got an all-reduce at step 0 of complete; use wire='bf16'"),
+        ({"control": "auto"}, "got a control, which may take an all-reduce"),
         ({"wire": "modulo(bits=5)"}, "modulo has 8 or 4 bits per number, got 5"),
         ({"wire": "int8"}, "unknown wire 'int8'"),
         ({"bucket_mb": 0}, "bucket_mb must be above 0, got 0"),

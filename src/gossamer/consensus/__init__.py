@@ -31,7 +31,13 @@ from gossamer.consensus.norm_steps import NormSteps
 from gossamer.consensus.observation import Needs, Observation
 from gossamer.consensus.outliers import OutlierWatch
 from gossamer.consensus.policies import AdaConsensus, Gamma, LocalSteps, Repeat
-from gossamer.consensus.round_source import Gathered, RoundSource, make_round_source, name_of
+from gossamer.consensus.round_source import (
+    Gathered,
+    RoundSource,
+    chooses_rounds,
+    make_round_source,
+    name_of,
+)
 from gossamer.consensus.targets import (
     Adaptive,
     Constant,
@@ -76,6 +82,7 @@ __all__ = [
     "bind",
     "bounds",
     "check_interval",
+    "chooses_rounds",
     "consensus_distance",
     "critical_distance",
     "dispersion",

@@ -104,6 +104,12 @@ def name_of(control: str | Policy | Target) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", repr(chosen))
 
 
+def chooses_rounds(control: str | Policy | Target) -> bool:
+    """Return whether a control may mix with other rounds than the schedule's."""
+    chosen = parse_control(control) if isinstance(control, str) else control
+    return not isinstance(chosen, Plain) and not getattr(chosen, "follows_schedule", False)
+
+
 def make_round_source(
     control: str | Policy | Target,
     schedule: Schedule,
@@ -149,7 +155,7 @@ def make_round_source(
             f"a control decides on exchanges of all parameters, got fragments={fragments} beside "
             f"{name_of(chosen)}; leave fragments out"
         )
-    if every > 1 and not getattr(chosen, "follows_schedule", False):
+    if every > 1 and chooses_rounds(chosen):
         raise UserError(
             f"a control that chooses rounds decides when to exchange, got every={every} beside "
             f"{name_of(chosen)}; leave every out, or use 'local_steps(constant(c=1))', which waits "

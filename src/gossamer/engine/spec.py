@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from gossamer import topology, workloads
 from gossamer.algorithms import Algorithm, parse_algorithm
 from gossamer.algorithms.catalogue import ORDERS
-from gossamer.consensus import make_round_source
+from gossamer.consensus import chooses_rounds, make_round_source
 from gossamer.engine.parts import (
     LR_SCALING_REGISTRY,
     LR_SCHEDULE_REGISTRY,
@@ -217,7 +217,9 @@ class RunSpec(BaseModel):
                 self.fragments,
             )
             algorithm.check_optimizers([self.make_optimizer([torch.nn.Parameter(torch.zeros(1))])])
-            parse_wire(self.wire).check(algorithm, self.schedule)
+            parse_wire(self.wire).check(
+                algorithm, self.schedule, rounds_are_chosen=chooses_rounds(self.control)
+            )
         elif given := self._not_centralized:
             raise UserError(
                 "centralized training averages gradients at every step, in full, with nothing to "

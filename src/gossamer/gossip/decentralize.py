@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Adam, Optimizer
 
 from gossamer.algorithms import parse_algorithm
-from gossamer.consensus import Policy, Target, name_of
+from gossamer.consensus import Policy, Target, chooses_rounds, name_of
 from gossamer.gossip import preconditions
 from gossamer.gossip.epoch import EpochMaker, Rules, Topology
 from gossamer.gossip.epochs import Epochs
@@ -149,7 +149,7 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
         rule = rule_of(buffers)
         chosen.check_statistics(mixed=rule.mixed)
         chosen.check_precision(trained)
-        format.check(chosen, exchanged)
+        format.check(chosen, exchanged, rounds_are_chosen=chooses_rounds(control))
         preconditions.check_device(format, trained[0].device)
         packing = Packing([*locals_of(trained)], bucket_mb, fragments, every)
         rules.norm_steps(schedule)

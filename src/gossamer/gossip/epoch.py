@@ -13,7 +13,14 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from gossamer.algorithms import PARAMETERS, Algorithm, name_of_numbers
-from gossamer.consensus import NormSteps, Policy, RoundSource, Target, make_round_source
+from gossamer.consensus import (
+    NormSteps,
+    Policy,
+    RoundSource,
+    Target,
+    chooses_rounds,
+    make_round_source,
+)
 from gossamer.errors import UserError
 from gossamer.gossip.failures import FailureDetector
 from gossamer.gossip.left_out import LeftOut
@@ -91,7 +98,8 @@ class Rules:
     def _check(self, num_workers: int) -> None:
         """Raise where there are no such rounds on a number of workers."""
         self.make_source(self.schedule(num_workers))
-        self.wire.check(self.algorithm, self.exchanged(num_workers))
+        chosen = chooses_rounds(self.control)
+        self.wire.check(self.algorithm, self.exchanged(num_workers), rounds_are_chosen=chosen)
 
     def _adapted(self, num_workers: int, every: int, fragments: int) -> Schedule:
         chosen = self.topology(num_workers) if callable(self.topology) else self.topology

@@ -24,6 +24,7 @@ from gossamer.consensus import (
     NormSteps,
     Policy,
     Target,
+    chooses_rounds,
     consensus_distance,
     make_round_source,
     tensor_norms,
@@ -120,7 +121,8 @@ class Simulation:
         self._algorithm.check_statistics(mixed=rule.mixed)
         self._algorithm.check_precision([torch.empty(0, dtype=dtype)])
         format = parse_wire(wire)
-        format.check(self._algorithm, self._algorithm.adapt(given))
+        exchanged = self._algorithm.adapt(given)
+        format.check(self._algorithm, exchanged, rounds_are_chosen=chooses_rounds(control))
         check_limit(nonfinite_rounds)
         check_clip_norm(clip_norm)
         self._clip_norm = clip_norm

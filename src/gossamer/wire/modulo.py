@@ -33,6 +33,7 @@ import struct
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple, final
 
 import numpy as np
@@ -64,7 +65,21 @@ _HEADER = struct.Struct("<ddQ")
 
 _MODULUS = 1 << 64
 _FACTOR = 0x9E3779B97F4A7C15
-"""Odd, with bits everywhere: checksums of places that differ in a few multiples of 2^b differ."""
+"""Odd, with bits everywhere."""
+
+
+@cache
+def _factors() -> Tensor:
+    """Return an odd factor for every place of a block, with no pattern in them (splitmix64).
+
+    Errors are multiples of 2^b. Were factors an arithmetic series, four of them at the corners of a
+    rectangle in a weight matrix, as the largest numbers of an outer product are, would cancel.
+    """
+    z = np.arange(1, BLOCK + 1, dtype=np.uint64) * np.uint64(_FACTOR)
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        z = (z ^ (z >> np.uint64(shift))) * np.uint64(factor)
+    z = (z ^ (z >> np.uint64(31))) | np.uint64(1)
+    return torch.from_numpy(z.view(np.int64))
 
 
 class _Header(NamedTuple):
@@ -103,8 +118,15 @@ class Modulo(Wire):
     def __repr__(self) -> str:
         return f"{self.name}(bits={self.bits})"
 
-    def check(self, algorithm: Algorithm, schedule: Schedule) -> None:
+    def check(
+        self, algorithm: Algorithm, schedule: Schedule, *, rounds_are_chosen: bool = False
+    ) -> None:
         """Refuse states of which no range is known, and all-reduces."""
+        if rounds_are_chosen:
+            raise UserError(
+                f"{self} needs rounds of messages, got a control, which may take an all-reduce "
+                "where workers are too far apart; use wire='bf16' or 'fp32', or leave control out"
+            )
         unknown = "what it shares out" if algorithm.weighted else ", ".join(algorithm.tracked)
         if unknown:
             raise UserError(
@@ -150,7 +172,7 @@ class _ModuloCodec(Codec):
         self._low = torch.empty(BLOCK, dtype=torch.int8)
         self._sent = torch.empty(BLOCK, dtype=torch.int8)
         self._places_off = torch.empty(0, dtype=torch.int8)
-        self._factors = torch.arange(1, 2 * BLOCK, 2, dtype=torch.int64) * (_FACTOR - _MODULUS)
+        self._factors = _factors()
 
     # - Sending
 
@@ -306,7 +328,7 @@ class _ModuloCodec(Codec):
         return self._lift_(block, step).sub_(self._lift * step)
 
     def _add_checksum(self, checksum: int, n: int) -> int:
-        """Return a checksum that includes the places in scratch; see _FACTOR."""
+        """Return a checksum that includes the places in scratch."""
         if self.work == torch.float32:  # two places in one integer
             self._bits[n : n + n % 2] = 0
             words = self._bits[: n + n % 2].view(torch.int64)

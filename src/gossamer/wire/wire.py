@@ -127,8 +127,16 @@ class Wire(ABC):
         # Ranks compare it, and errors say it: a format with arguments adds them.
         return self.name
 
-    def check(self, algorithm: Algorithm, schedule: Schedule) -> None:
-        """Refuse what cannot travel in it."""
+    def check(
+        self, algorithm: Algorithm, schedule: Schedule, *, rounds_are_chosen: bool = False
+    ) -> None:
+        """Refuse what cannot travel in it.
+
+        Args:
+            algorithm: what it exchanges.
+            schedule: the rounds, without local steps between them.
+            rounds_are_chosen: whether a control may take others, an average of all among them.
+        """
         return
 
     def check_round(self, round: Round, where: str) -> None:
