@@ -218,7 +218,9 @@ class RunSpec(BaseModel):
             )
             algorithm.check_optimizers([self.make_optimizer([torch.nn.Parameter(torch.zeros(1))])])
             parse_wire(self.wire).check(
-                algorithm, self.schedule, rounds_are_chosen=chooses_rounds(self.control)
+                algorithm,
+                algorithm.adapt(self.base_schedule),
+                rounds_are_chosen=chooses_rounds(self.control),
             )
         elif given := self._not_centralized:
             raise UserError(

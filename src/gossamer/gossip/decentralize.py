@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Adam, Optimizer
 
 from gossamer.algorithms import parse_algorithm
-from gossamer.consensus import Policy, Target, chooses_rounds, name_of
+from gossamer.consensus import Policy, Target, name_of
 from gossamer.gossip import preconditions
 from gossamer.gossip.epoch import EpochMaker, Rules, Topology
 from gossamer.gossip.epochs import Epochs
@@ -145,11 +145,10 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
         chosen.check_optimizers(optimizers)
         preconditions.check_wrapper(model, group)
         trained = preconditions.trained_parameters(model, optimizers)
-        rules.make_source(schedule)
+        rules.check(group.size())
         rule = rule_of(buffers)
         chosen.check_statistics(mixed=rule.mixed)
         chosen.check_precision(trained)
-        format.check(chosen, exchanged, rounds_are_chosen=chooses_rounds(control))
         preconditions.check_device(format, trained[0].device)
         packing = Packing([*locals_of(trained)], bucket_mb, fragments, every)
         rules.norm_steps(schedule)
@@ -202,7 +201,8 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
                 _log.info(_ADVICE, type(each).__name__, "W" if decoupled else "")
         # - Put the step together, and hook it up
         everywhere = model.named_parameters(remove_duplicate=False)  # tied ones under all names
-        names = [name for name, p in everywhere if any(p is own for own in trained)]
+        own = {*map(id, trained)}
+        names = [name for name, parameter in everywhere if id(parameter) in own]
         maker = EpochMaker(rules, trained, names, optimizers, packing, limit, node)
         first = maker.make(network, replica, schedule, members)
         epochs = Epochs(first, maker, replica, membership, board.store)

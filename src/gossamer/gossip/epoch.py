@@ -82,21 +82,21 @@ class Rules:
     def or_fallback(self, num_workers: int) -> Rules:
         """Return rules with rounds on a number of workers; a fallback's where there are none."""
         try:
-            self._check(num_workers)
+            self.check(num_workers)
             return self
         except UserError as error:
             for name in _FALLBACKS:
                 rules = replace(self, topology=name)
                 try:
-                    rules._check(num_workers)
+                    rules.check(num_workers)
                 except UserError:
                     continue
                 _log.warning("mixing with %s from now on: %s", name, error)
                 return rules
             raise
 
-    def _check(self, num_workers: int) -> None:
-        """Raise where there are no such rounds on a number of workers."""
+    def check(self, num_workers: int) -> None:
+        """Raise where there are no such rounds on a number of workers, or they cannot be run."""
         self.make_source(self.schedule(num_workers))
         chosen = chooses_rounds(self.control)
         self.wire.check(self.algorithm, self.exchanged(num_workers), rounds_are_chosen=chosen)
