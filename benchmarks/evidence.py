@@ -2,6 +2,7 @@
 
     python -m benchmarks.evidence results/adam-stdlib-gpt --out evidence/adam-stdlib-gpt.csv
     python -m benchmarks.evidence evidence/adam-stdlib-gpt.csv
+    python -m benchmarks.evidence evidence/wire-digits-cnn.csv --field wire
 
 Records of an experiment take megabytes; what follows from them needs a row per run. A run's
 specification follows from the experiment and from what its trials came to, so a row has only its
@@ -10,6 +11,8 @@ id and its result, and fields for people to read: ``experiments/NAME.toml`` belo
 
 Prints, for every setting, each method at its best rate, and how far it is from all-reduce in the
 same setting, seed by seed: in percent of a loss, in the metric itself where more is better.
+With ``--field``, how far it is from the method that is the same but for these fields, which have
+their defaults: from ``ring`` in full precision for ``ring`` in 8 bits.
 """
 
 from __future__ import annotations
@@ -40,6 +43,7 @@ _EXPERIMENTS = Path(__file__).parents[1] / "experiments"
 _OF_METHOD = {
     *("method", "lr", "seed", "validation_share", "topology", "algorithm", "every", "control"),
     *("gossip_steps", "optimizer", "optimizer_options", "outer_lr", "outer_momentum"),
+    *("wire", "fragments"),
 }
 """Fields in which runs of one setting differ."""
 
@@ -131,21 +135,36 @@ def write(results: Sequence[Result], path: Path) -> None:
     write_atomic(path, ordered.write_csv)
 
 
-def table(results: Sequence[Result]) -> str:
-    """Return Markdown: a row per setting and method, with its distance from all-reduce."""
+def table(results: Sequence[Result], fields: Sequence[str] = ()) -> str:
+    """Return Markdown: a row per setting and method, with its distance from its reference.
+
+    The reference is all-reduce, or, for ``fields``, the method with these at their defaults.
+    """
     final = [result for result in results if not result.is_trial and result.final is not None]
-    fields = varied(final)
-    heads = [*fields, "method", "rate", "seeds", "mean", "from all-reduce", "95 % interval"]
+    axes = varied(final)
+    beside = "the default" if fields else "all-reduce"
+    heads = [*axes, "method", "rate", "seeds", "mean", f"from {beside}", "95 % interval"]
     lines = [_line(heads), f"|{'---|' * len(heads)}"]
-    settings = sorted({_setting(result.spec, fields) for result in final})
+    settings = sorted({_setting(result.spec, axes) for result in final})
     for setting in settings:
-        own = [result for result in final if _setting(result.spec, fields) == setting]
-        reference = _by_seed(r for r in own if r.spec.topology == CENTRALIZED)
+        own = [result for result in final if _setting(result.spec, axes) == setting]
         for _, method in sorted({(r.spec.topology != CENTRALIZED, r.spec.method) for r in own}):
             runs = [result for result in own if result.spec.method == method]
+            reference = _by_seed(r for r in own if _is_reference(r.spec, runs[0].spec, fields))
             cells = [*setting, method, _rate(runs), len(runs), *_compared(runs, reference)]
             lines.append(_line(cells))
     return "\n".join(lines)
+
+
+def _is_reference(spec: RunSpec, of: RunSpec, fields: Sequence[str]) -> bool:
+    """Return whether a run is of the method that another's method is measured by."""
+    if spec.method == of.method:
+        return False
+    if not fields:
+        return spec.topology == CENTRALIZED
+    defaults = {name: RunSpec.model_fields[name].default for name in fields}
+    plain = of.model_copy(update={**defaults, "method": spec.method, "seed": spec.seed})
+    return spec == plain
 
 
 def _line(cells: Iterable[Any]) -> str:
@@ -166,11 +185,11 @@ def _rate(runs: Sequence[Result]) -> str:
 
 
 def _compared(runs: Sequence[Result], reference: dict[int, float]) -> list[str]:
-    """Return the mean, and the paired difference to all-reduce with its interval."""
+    """Return the mean, and the paired difference to the reference with its interval."""
     own = _by_seed(runs)
     mean = f"{statistics.fmean(own.values()):.4g}"
     shared = sorted(own.keys() & reference.keys())
-    if not shared or runs[0].spec.topology == CENTRALIZED:
+    if not shared:
         return [mean, "–", "–"]
     more_is_better = runs[0].spec.make_workload().higher_is_better
     scale = 1.0 if more_is_better else 100.0
@@ -187,14 +206,21 @@ def _compared(runs: Sequence[Result], reference: dict[int, float]) -> list[str]:
 def main(
     path: Annotated[Path, typer.Argument(help="Of gossamer bench run, or a file of this command.")],
     out: Annotated[Path | None, typer.Option(help="The file that keeps the results.")] = None,
+    field: Annotated[
+        list[str] | None,
+        typer.Option(help="Compare with the method that has this field's default, as wire."),
+    ] = None,
 ) -> None:
     """Print what an experiment came to, and keep it."""
+    fields = field or []
+    if unknown := set(fields) - set(RunSpec.model_fields):
+        raise UserError(f"--field must name a field of a run, got {min(unknown)!r}")
     results = read(path)
     if not results:
         raise UserError(f"{path} must hold runs that have ended, got none; let it run on")
     if out is not None:
         write(results, out)
-    print(table(results))
+    print(table(results, fields))
 
 
 if __name__ == "__main__":

@@ -277,3 +277,21 @@ def test_evidence_is_read_back_as_it_was_written(tmp_path: Path) -> None:
     again.write_text(again.read_text().replace(results[0].spec.id, "0123456789abcdef"))
     with pytest.raises(UserError, match=r"got \d+ of 336 that are not, such as 0123456789abcdef"):
         evidence.read(again)
+
+
+def test_a_field_is_compared_with_its_default_on_the_same_graph() -> None:
+    """8 bits on a ring are measured by the ring in full, seed by seed, and by no other graph."""
+    accuracies = {"D_ring": 0.90, "D_torus": 0.50}
+    results = [
+        evidence.Result(
+            spec_of(method, seed=seed, wire=wire).model_copy(update={"method": f"{method} {wire}"}),
+            accuracy + 0.01 * seed - (0.02 if wire != "fp32" else 0),
+            "",
+            "",
+        )
+        for method, accuracy in accuracies.items()
+        for wire in ("fp32", "modulo(bits=8)")
+        for seed in (0, 1, 2)
+    ]
+    lines = evidence.table(results, ["wire"]).splitlines()[2:]
+    assert [line.split(" | ")[-2] for line in lines] == ["–", "-0.02", "–", "-0.02"]
