@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 
 .PHONY: demo test lint docs package format setup clean
 
-demo: setup ## train digits in seven ways at three scales, and write demo/report.html
+demo: setup ## race three ways to train a GPT on two links, digits beside it; demo/report.html
 	$(BIN)/gossamer demo --out demo
 
 # Files in the order of their names: by their number of tests, long ones would come last.

@@ -11,12 +11,13 @@ import pytest
 
 from gossamer.bench import expand
 from gossamer.bench.analysis import analyse
-from gossamer.bench.clock import Clock, Mark, make_clock
+from gossamer.bench.clock import Clock, Mark, make_clocks
 from gossamer.bench.experiment import parse
 from gossamer.bench.matrix import Matrix
 from gossamer.bench.planned import planned_runs
 from gossamer.bench.report.figures import figures
 from gossamer.bench.report.reading import Reader
+from gossamer.bench.report.words import races
 from gossamer.bench.report.writing import write_report
 from gossamer.engine import RunSpec, run
 from gossamer.errors import UserError
@@ -179,6 +180,7 @@ def test_a_link_changes_no_run() -> None:
     ("keys", "words"),
     [
         ('link = "300 mbps"\ncompute_s = 1', "must be a number and a unit"),
+        ('link = ["1gbit", "1gbit"]\ncompute_s = 1', "links must differ"),
         ('link = "300mbit"', "got neither; write for example compute_s = 0.05"),
         ('link = "300mbit"\ncompute_s = 1\nprofile = "x"', "got both"),
         ("compute_s = 1", "goes together with a link"),
@@ -216,12 +218,41 @@ def test_records_get_modelled_seconds(tmp_path: Path) -> None:
     expected = [step * step_s for step in looks["step"]]
     assert looks["modelled_s"].to_list() == pytest.approx(expected)
     assert analysis.steps["modelled_s"].null_count() == 0
-    assert analyse(stories, make_clock(parse(text, "t"))).runs.equals(analysis.runs)
+    assert analyse(stories, make_clocks(parse(text, "t"))[0]).runs.equals(analysis.runs)
     (drawn,) = [figure for figure in figures(analysis) if figure.name == "modelled"]
     own = [trace for trace in drawn.traces if trace["meta"]["method"] == "D_ring"]
     assert own[0]["x"] == pytest.approx(expected, rel=1e-5)
     assert "every worker has a link of 24mbit" in (tmp_path / "f" / "report.html").read_text()
     assert "modelled" not in {figure.name for figure in figures(analyse(stories))}
+
+
+def test_on_each_link_another_method_may_be_first(tmp_path: Path) -> None:
+    """In steps all-reduce is; it sends 1.75 copies, one-peer one, which decides on a slow link."""
+    methods = '"C_complete", "D_one_peer_exponential", "D_ring"'
+    text = f'link = ["10gbit", "1mbit"]\ncompute_s = {COMPUTE_S}\ntarget = 0.9\n{TEXT}'
+    text = text.replace('"C_complete", "D_ring"', methods)
+    stories = [
+        story_of(spec_of(method), lambda step, at=at: 0.9 if step >= at else 0.5)
+        for method, at in (("D_one_peer_exponential", 30), ("C_complete", 20))
+    ]
+    store = write(tmp_path / "f", [*stories, story_of(spec_of("D_ring"), 0.8)], text)
+    analysis = Reader(store.folder).read().analysis
+    found = analysis.links.select("link", "method").rows()
+    assert found == [
+        ("10gbit", "C_complete"),
+        ("10gbit", "D_one_peer_exponential"),
+        ("10gbit", "D_ring"),
+        ("1mbit", "D_one_peer_exponential"),
+        ("1mbit", "C_complete"),
+        ("1mbit", "D_ring"),
+    ]
+    assert analysis.links.filter(method="D_ring")["modelled_s"].null_count() == 2
+    (said,) = races(analysis.links)
+    assert said.startswith("To 0.9 accuracy on 8 workers, by modelled time: at 10gbit C_complete")
+    assert "stay with all-reduce; at 1mbit D_one_peer_exponential is first" in said
+    assert "1.1 times as fast as C_complete" in said
+    write_report(store.folder)
+    assert said in (store.folder / "report.html").read_text()
 
 
 def test_a_profile_that_is_gone_costs_the_modelled_seconds_alone(tmp_path: Path) -> None:

@@ -60,6 +60,11 @@ class Clock:
         self._jobs: dict[tuple[str, int], _ModelledSteps] = {}
 
     @property
+    def link(self) -> str:
+        """What it is called by."""
+        return self._rate or "the profile's link"
+
+    @property
     def described(self) -> str:
         """On what links which job is timed."""
         if self._measured is None or self._measured.network.between is None:
@@ -128,12 +133,13 @@ class Clock:
         return self._jobs[key]
 
 
-def make_clock(experiment: Experiment) -> Clock | None:
-    """Return the clock that an experiment asks for; None where it asks for none."""
+def make_clocks(experiment: Experiment) -> list[Clock]:
+    """Return a clock for each link of an experiment, or the one of its profile; none without."""
     if not experiment.link and not experiment.profile:
-        return None
+        return []
     profile = Path(experiment.folder) / experiment.profile if experiment.profile else None
-    return Clock(experiment.link, profile, experiment.by_workload("compute_s"))
+    compute_s = experiment.by_workload("compute_s")
+    return [Clock(link, profile, compute_s) for link in experiment.link or [""]]
 
 
 def _is_known(rounds: Rounds) -> bool:

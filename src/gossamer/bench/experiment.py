@@ -197,8 +197,9 @@ class Experiment(Block):
     norms_mb: NonNegativeFloat = 50.0
     """The most that the norms of one run may take on the disk; 0 keeps none."""
 
-    link: str = ""
-    """The link between nodes on which runs are timed by the runtime model, such as ``300mbit``."""
+    link: Annotated[list[str], BeforeValidator(_listed)] = []
+    """Links between nodes on which runs are timed by the runtime model, such as ``300mbit``. By the
+    first of them curves are drawn."""
 
     profile: str = ""
     """A file of ``gossamer profile``: the job that is timed so. Its path is from the folder."""
@@ -219,8 +220,10 @@ class Experiment(Block):
 
     @model_validator(mode="after")
     def _check_clock(self) -> Experiment:
-        if self.link:
-            parse_rate(self.link)
+        for rate in self.link:
+            parse_rate(rate)
+        if len({*self.link}) < len(self.link):
+            raise UserError(f"links must differ, got {self.link}; leave out those twice there")
         given = [bool(self.profile), self.compute_s is not None]
         if all(given) or (self.link and not any(given)):
             raise UserError(

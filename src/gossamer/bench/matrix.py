@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from gossamer import workloads
-from gossamer.bench.clock import make_clock
+from gossamer.bench.clock import make_clocks
 from gossamer.bench.experiment import Block, Budget, Experiment
 from gossamer.bench.methods import fields_of
 from gossamer.bench.modelled import ModelledTime
@@ -52,7 +52,7 @@ def expand(experiment: Experiment, outcomes: Outcomes | None = None) -> Matrix:
     _check_size(experiment)
     folder = Path(experiment.folder)
     # What results are read with is looked at now, and not when all has been trained.
-    make_clock(experiment)
+    make_clocks(experiment)
     experiment.by_workload("target")
     matrix = _MatrixBuilder(experiment)
     settings: dict[str, Setting] = {}

@@ -50,6 +50,7 @@ def report_command(
         for kind, table in (
             ("result", results.analysis.summary),
             ("target", results.analysis.targets),
+            ("link", results.analysis.links),
             ("verdict", results.analysis.verdicts),
         ):
             for row in table.iter_rows(named=True):

@@ -23,7 +23,10 @@ def summary_table(analysis: Analysis) -> Group:
     lines, findings = words.headlines(analysis), words.findings(analysis)
     notes = remarks(analysis)
     parts: list[Table | Text] = []
-    for (workload,), group in analysis.summary.group_by(["workload"], maintain_order=True):
+    for workload in analysis.all_runs["workload"].unique(maintain_order=True):
+        group = analysis.summary.filter(pl.col("workload") == workload)
+        if group.is_empty():
+            continue
         said = lines.get(str(workload), ["No run is done yet."])
         said += [
             f"{finding.answer.capitalize()}: {finding.claim[:-1].lower()} ({finding.statistic})."

@@ -14,6 +14,7 @@ from gossamer.bench.analysis.comparison import (
     verdicts,
 )
 from gossamer.bench.analysis.graphs import repeats
+from gossamer.bench.analysis.links import NO_LINKS
 from gossamer.bench.analysis.observations import (
     PHASES,
     fits,
@@ -72,6 +73,9 @@ class Analysis(NamedTuple):
     scores: pl.DataFrame
     """Of profiles."""
 
+    links: pl.DataFrame
+    """Modelled seconds to the target on each link, where there are several."""
+
     @property
     def all_runs(self) -> pl.DataFrame:
         """What is compared, and trials."""
@@ -87,15 +91,20 @@ def analyse(
 
     Args:
         stories: its runs.
-        clock: by which they get modelled seconds, as ``clock.make_clock`` returns it.
+        clock: by which they get modelled seconds, one of ``clock.make_clocks``.
         targets: of workloads, in place of their own.
     """
     rows = [timed(rows, clock) for story in stories if (rows := rows_of(story))]
     return analyse_tables(join(rows, {}, targets))
 
 
-def analyse_tables(measured: Tables) -> Analysis:
-    """Return all that follows from what was measured."""
+def analyse_tables(measured: Tables, links: pl.DataFrame = NO_LINKS) -> Analysis:
+    """Return all that follows from what was measured.
+
+    Args:
+        measured: as ``join`` returns it.
+        links: as ``on_links`` returns it.
+    """
     runs = measured.runs
     repeated = repeats(runs)
     of_phases = phase_dispersion(measured)
@@ -119,4 +128,5 @@ def analyse_tables(measured: Tables) -> Analysis:
         reached,
         profiles(reached),
         scores(reached),
+        links,
     )

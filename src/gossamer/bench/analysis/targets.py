@@ -58,7 +58,7 @@ def targets(runs: pl.DataFrame) -> pl.DataFrame:
     )
     for key, group in ended.group_by([*SETTING, "method"], maintain_order=True):
         row: dict[str, Any] = dict(zip([*SETTING, "method"], key, strict=True))
-        row |= {name: group[name][0] for name in ("metric", "target", "engine")}
+        row |= {name: group[name][0] for name in ("centralized", "metric", "target", "engine")}
         row |= {
             "runs": len(group),
             "reached": group["target_step"].is_not_null().sum(),
@@ -158,6 +158,7 @@ _TARGET_SCHEMA: dict[str, Any] = {
     "workload": pl.String,
     "workers": pl.Int64,
     "method": pl.String,
+    "centralized": pl.Boolean,
     "metric": pl.String,
     "target": pl.Float64,
     "engine": pl.String,

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple, final
 import polars as pl
 
 from gossamer.bench.analysis import Analysis, analyse_tables
+from gossamer.bench.analysis.links import on_links
 from gossamer.bench.analysis.tabulate import RunRows, join, rows_of
 from gossamer.bench.analysis.timed import timed
-from gossamer.bench.clock import Clock, make_clock
+from gossamer.bench.clock import Clock, make_clocks
 from gossamer.bench.experiment import Experiment, load
 from gossamer.bench.matrix import Skipped
 from gossamer.bench.norms import summarise_norms
@@ -116,9 +117,9 @@ class Reader:
             )
         self._store = Store(folder)
         self._kept: dict[str, _Kept] = {}
-        self._clock: Clock | None = None
+        self._clocks: list[Clock] = []
         self._clock_text = ""
-        """Of the experiment that the clock is of."""
+        """Of the experiment that the clocks are of."""
 
     def stamps(self) -> dict[str, Stamps]:
         """Return what tells whether anything has changed."""
@@ -136,9 +137,14 @@ class Reader:
         chosen = {
             run_id: kept for run_id, kept in self._kept.items() if not planned or run_id in planned
         }
-        rows = [timed(kept.rows, self._clock) for kept in chosen.values() if kept.rows]
         targets = experiment.by_workload("target") if experiment else {}
-        analysis = analyse_tables(join(_in_order(rows, list(planned)), planned, targets))
+        found = [kept.rows for kept in chosen.values() if kept.rows]
+        found = _in_order(found, list(planned))
+        first = self._clocks[0] if self._clocks else None
+        rows = [timed(of_run, first) for of_run in found]
+        several = self._clocks if len(self._clocks) > 1 else []
+        links = on_links(found, several, planned, targets)
+        analysis = analyse_tables(join(rows, planned, targets), links)
         counts = Counter(analysis.all_runs["status"].to_list())
         counts["damaged"] += sum(kept.rows is None for kept in chosen.values())
         counts["to do"] = len(planned.keys() - chosen.keys())
@@ -160,18 +166,18 @@ class Reader:
         )
 
     def _read_clock(self, experiment: Experiment | None) -> str:
-        """Make the clock that the experiment asks for; return what to say of it."""
+        """Make the clocks that the experiment asks for; return what to say of it."""
         text = experiment.text if experiment else ""
         if experiment is None or text != self._clock_text:
-            self._clock, self._clock_text = None, ""
+            self._clocks, self._clock_text = [], ""
         if experiment is None:
             return ""
         try:
-            self._clock = self._clock or make_clock(experiment)
+            self._clocks = self._clocks or make_clocks(experiment)
         except UserError as error:
             return f"not known, because {error}"
         self._clock_text = text
-        return self._clock.described if self._clock else ""
+        return self._clocks[0].described if self._clocks else ""
 
     def _refresh(self, planned: Mapping[str, Mapping[str, str]]) -> None:
         stamps = self.stamps()

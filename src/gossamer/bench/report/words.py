@@ -21,7 +21,7 @@ class Finding(NamedTuple):
     """What the paper observed."""
 
     answer: str
-    """One of: seen, not seen, the opposite, cannot be told."""
+    """One of: seen, not seen, the opposite."""
 
     statistic: str
     effect: str
@@ -125,12 +125,49 @@ def headlines(analysis: Analysis) -> dict[str, list[str]]:
     lines: dict[str, list[str]] = {}
     for (workload,), verdicts in analysis.verdicts.group_by(["workload"], maintain_order=True):
         rows = list(verdicts.sort("workers").iter_rows(named=True))
-        lines[str(workload)] = [_winners(rows), *_costs(rows[-1]), *_versus(rows[-1])]
+        links = analysis.links.filter(pl.col("workload") == workload)
+        lines[str(workload)] = [
+            *races(links),
+            _winners(rows),
+            *_costs(rows[-1]),
+            *_versus(rows[-1]),
+        ]
     return lines
 
 
+def races(links: pl.DataFrame) -> list[str]:
+    """Return, for each workload and scale, which method is first at the target on which link."""
+    said: list[str] = []
+    for _, group in links.group_by(["workload", "workers"], maintain_order=True):
+        parts = [
+            f"at {link[0]} {_first(list(own.iter_rows(named=True)))}"
+            for link, own in group.group_by(["link"], maintain_order=True)
+        ]
+        row = group.row(0, named=True)
+        aim = f"{number(row['target'])} {row['metric']} on {row['workers']} workers"
+        said.append(f"To {aim}, by modelled time: {'; '.join(parts)}.")
+    return said
+
+
+def _first(rows: Sequence[dict[str, Any]]) -> str:
+    """Return who is first on a link, and by how much before all-reduce; rows are in order."""
+    first = rows[0]
+    if first["modelled_s"] is None:
+        return "no method gets there"
+    told = f"{quoted(first['method'])} is first, after {first['modelled_s']:.3g} s"
+    if first["centralized"]:
+        return f"{told}: stay with all-reduce"
+    for row in rows:
+        if row["centralized"]:
+            if row["modelled_s"] is None:
+                return f"{told}; {quoted(row['method'])} does not get there"
+            ratio = row["modelled_s"] / first["modelled_s"]
+            return f"{told}, {ratio:.1f} times as fast as {quoted(row['method'])}"
+    return told
+
+
 def findings(analysis: Analysis) -> list[Finding]:
-    """Return the three observations for each workload."""
+    """Return those of the three observations that each workload has enough graphs or scales for."""
     found: list[Finding] = []
     overall = pl.col("workers").is_null() & pl.col("method").is_null()
     for workload in analysis.observations["workload"].unique(maintain_order=True):
@@ -144,6 +181,8 @@ def findings(analysis: Analysis) -> list[Finding]:
             row = rows.sort("far", descending=True, nulls_last=True, maintain_order=True).row(
                 0, named=True
             )
+            if row["p"] is None:
+                continue
             told = f"Against {_AGAINST[name]}"
             if name == "dispersion":
                 measure = MEASURES[row["measure"]]
@@ -174,8 +213,6 @@ _DOUBLED = {
 
 
 def _answer(row: dict[str, Any], sign: int) -> str:
-    if row["p"] is None:
-        return "cannot be told"
     if row["p"] >= SIGNIFICANT:
         return "not seen"
     return "seen" if row["rho"] * sign > 0 else "the opposite"

@@ -1,0 +1,61 @@
+"""The same runs on several links: which method is first at the target on each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import polars as pl
+
+from gossamer.bench.analysis.comparison import SETTING
+from gossamer.bench.analysis.tabulate import RunRows, join
+from gossamer.bench.analysis.targets import targets as target_costs
+from gossamer.bench.analysis.timed import timed
+from gossamer.bench.clock import Clock
+
+
+def on_links(
+    rows: Sequence[RunRows],
+    clocks: Sequence[Clock],
+    names: Mapping[str, str],
+    targets: Mapping[str, float] | None = None,
+) -> pl.DataFrame:
+    """Return one row per workload, scale, link and method: modelled seconds to the target.
+
+    The fastest comes first; where a method does not reach the target, ``more_than_modelled_s`` says
+    what it exceeds. Methods whose time cannot be modelled are left out.
+
+    Args:
+        rows: of each run.
+        clocks: one per link.
+        names: what methods are called, by run.
+        targets: of workloads, in place of their own.
+    """
+    found = [NO_LINKS]
+    for clock in clocks:
+        runs = join([timed(of_run, clock) for of_run in rows], names, targets).runs
+        costs = target_costs(runs.filter(pl.col("engine") == "simulated"))
+        costs = costs.with_columns(link=pl.lit(clock.link)).select(_SCHEMA.keys())
+        found.append(costs.filter(pl.any_horizontal(pl.col(*_SECONDS).is_not_null())))
+    order = pl.concat(found).with_row_index("order")
+    first = order.group_by([*SETTING, "link"]).agg(at=pl.col("order").min())
+    placed = order.join(first, on=[*SETTING, "link"])
+    return placed.sort([*SETTING, "at", *_SECONDS], nulls_last=True).select(_SCHEMA.keys())
+
+
+_SECONDS = ("modelled_s", "more_than_modelled_s")
+
+_SCHEMA: dict[str, Any] = {
+    "workload": pl.String,
+    "workers": pl.Int64,
+    "link": pl.String,
+    "method": pl.String,
+    "centralized": pl.Boolean,
+    "metric": pl.String,
+    "target": pl.Float64,
+    "runs": pl.Int64,
+    **dict.fromkeys(_SECONDS, pl.Float64),
+}
+
+NO_LINKS = pl.DataFrame(schema=_SCHEMA)
+"""Of an experiment that has one link or none."""
