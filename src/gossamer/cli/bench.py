@@ -167,11 +167,11 @@ def demo_command(
     jobs: Jobs = None,
     as_json: Json = False,
 ) -> None:
-    """Say which way to train is first on which link, and write a report.
+    """Say which way to train is first on which link; write a report.
 
-    Three ways to train a small GPT on 8 workers, seven to train
-    digits on 8 and 64; about two minutes on two cores. Resumes
-    after any end.
+    Three ways to train a small GPT on 8 workers, seven to
+    train digits on 8 and 64; about two minutes on two cores.
+    Resumes after any end.
 
     Examples:
     $ gossamer demo
