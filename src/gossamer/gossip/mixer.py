@@ -26,7 +26,7 @@ from gossamer.gossip.left_out import LeftOut
 from gossamer.gossip.network import Network
 from gossamer.gossip.parcel import CodedExchange, Parcel
 from gossamer.topology import Round
-from gossamer.wire import UNDECODED, Wire
+from gossamer.wire import UNDECODED, Wire, load_outboxes
 
 _log = logging.getLogger(__name__)
 
@@ -227,10 +227,9 @@ class Mixer:
         return [state for state in states if state]
 
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
-        """Continue from a state; from none where buckets are others, or of other members."""
-        fits = len(states) == len(self._parcels)
-        for index, parcel in enumerate(self._parcels.values()):
-            parcel.load_state_dict(states[index] if fits else None)
+        """Continue from a state; anew where buckets are others, or of other members."""
+        parcels = self._parcels.values()
+        load_outboxes([each.outbox for each in parcels], states, [each.bucket for each in parcels])
 
     def _mix(self, tag: int, exchange: Exchange) -> None:
         """x_i ← w_ii x_i + Σ_j w_ij x_j, from what the exchange left in the inbox."""

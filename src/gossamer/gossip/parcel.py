@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor
@@ -23,17 +23,10 @@ class Parcel:
     def __init__(self, bucket: Tensor, codec: Codec) -> None:
         self.bucket = bucket
         self.codec = codec
-        self.total = bucket.to(codec.work, copy=True)
-        """The sum of differences; before the first exchange, what all workers start from."""
-        self.outbox = Outbox(codec, bucket.numel(), self.total)
+        self.total = torch.empty_like(bucket, dtype=codec.work)
+        """The sum of differences."""
+        self.outbox = Outbox(codec, bucket.numel(), bucket.clone())
         self.incoming = torch.empty_like(self.outbox.message)
-
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Continue from a state of the outbox; without one, as if all workers had this bucket."""
-        if state is None:
-            self.outbox.restart(self.bucket.clone())
-        else:
-            self.outbox.load_state_dict(state)
 
 
 @final

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gossamer.simulate.mixing import mix_
 from gossamer.topology import Round
-from gossamer.wire import UNDECODED, Codec, Differences, Outbox
+from gossamer.wire import UNDECODED, Codec, Differences, Outbox, load_outboxes
 
 _log = logging.getLogger(__name__)
 
@@ -109,11 +109,14 @@ class CodedBucket:
         states = [outbox.state_dict() for outbox in self._outboxes]
         return [state for state in states if state]
 
-    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from a state of as many workers."""
-        if states:
-            for outbox, state in zip(self._outboxes, states, strict=True):
-                outbox.load_state_dict(state)
+    @staticmethod
+    def load(buckets: Sequence[CodedBucket], states: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+        """Let all buckets of a state continue from what was kept; anew where that is of others."""
+        load_outboxes(
+            [outbox for bucket in buckets for outbox in bucket._outboxes],
+            [state for of_bucket in states for state in of_bucket],
+            [x_N for bucket in buckets for x_N in torch.cat(bucket._tensors, 1)],
+        )
 
 
 @lru_cache(64)

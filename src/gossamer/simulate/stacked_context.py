@@ -243,9 +243,4 @@ class StackedContext:
         self._bytes_sent = np.array(state["bytes_sent"])
         self._messages_sent = np.array(state["messages_sent"])
         self._weights_sent = np.array(state["weights_sent"])
-        coded, kept = self._coded[PARAMETERS], state.get("wire", [])
-        if len(coded) != len(kept):
-            _log.warning("the state is of another wire or bucket_mb, and ranges start anew")
-            return
-        for bucket, of_bucket in zip(coded, kept, strict=True):
-            bucket.load_state_dict(of_bucket)
+        CodedBucket.load(self._coded[PARAMETERS], state.get("wire", []))

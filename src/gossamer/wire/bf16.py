@@ -45,8 +45,9 @@ class _Bf16Codec(Codec):
     def new_message(self, numel: int) -> Tensor:
         return torch.zeros(numel, dtype=torch.bfloat16, device=self.device)
 
-    def encode(self, x: Tensor, range: float, message: Tensor) -> None:
+    def encode(self, x: Tensor, range: float, message: Tensor) -> float:
         message.copy_(x)
+        return 0.0
 
     def mark(self, message: Tensor) -> None:
         message.zero_()

@@ -13,10 +13,12 @@ Nothing is kept of other workers, which suits rounds that change. Reference: Lu 
 - The range comes from the largest difference that was seen; a worker that hears of a larger range
   from a neighbour takes that. So all have nearly the same one, also where they do not send to those
   that they receive from. Before its first exchange a worker knows how far it went from the common
-  start; others may have gone as far the other way.
+  start; others may have gone as far the other way. It knows nothing else until something moves.
 - A step is a power of two: what is done with places is then exact, in whatever order.
 - If a difference is outside of the range, a place is taken for another. A checksum of all places,
-  in the header, tells; nothing of such a message is mixed, and the range is widened.
+  in the header, tells; nothing of such a message is mixed, and the range is widened: the more, the
+  more often in a row. By itself no worker widens it to more than twice its largest number: two
+  numbers are no farther apart than twice the larger of them, and ranges travel.
 
 Note [Places in the bits of a float]
 Near C = 1.5 · 2^23 s float32 numbers are s apart (float64: 2^52). So x + C is x rounded to the
@@ -43,7 +45,7 @@ from torch import Tensor
 from gossamer.algorithms import Algorithm
 from gossamer.errors import UserError
 from gossamer.topology import Round, Schedule
-from gossamer.wire.wire import BLOCK, Arrival, Codec, Fate, Wire
+from gossamer.wire.wire import BLOCK, Arrival, Codec, Fate, Range, Wire
 
 _MARGINS = {8: 4.0, 4: 1.5}
 """By how much a difference may grow from one exchange to the next; rounding a step up to a power of
@@ -53,7 +55,8 @@ _KEPT_SHARE = 0.9
 """Of the range, where less was seen: neighbours of other rounds may be farther apart."""
 
 _WIDENING = 4.0
-"""By how much a range grows after a message that could not be decoded."""
+"""By how much a range grows after a message that could not be decoded; after the next one by the
+square of it, then by its cube. It shrinks by it after two or more, as it has become too wide."""
 
 _SMALLEST_STEP, _LARGEST_STEP = 2.0**-90, 2.0**90
 """Between them all that is computed is a normal number."""
@@ -179,13 +182,14 @@ class _ModuloCodec(Codec):
     def new_message(self, numel: int) -> Tensor:
         return torch.zeros(self._wire.num_bytes(numel, 0), dtype=torch.uint8)
 
-    def encode(self, x: Tensor, range: float, message: Tensor) -> None:
+    def encode(self, x: Tensor, range: float, message: Tensor) -> float:
         step = self._step_of(range)
         checksum, largest = self._write(x, step, message)
         if largest > self._most_places * step:  # rare: as differences are smaller than rounding
             step = _power_of_two(largest / self._most_places)
             checksum, _ = self._write(x, step, message)
         _write_header(message, _Header.signed(step, range, checksum))
+        return largest
 
     def mark(self, message: Tensor) -> None:
         _write_header(message, _Header(math.nan, 0.0, 0))
@@ -287,17 +291,24 @@ class _ModuloCodec(Codec):
         largest = 0.0
         for block, before in zip(x.split(BLOCK), start.split(BLOCK), strict=True):
             if len(block):
-                low, high = torch.sub(block, before).aminmax()
+                low, high = self._other[: len(block)].copy_(block).sub_(before).aminmax()
                 largest = max(largest, -float(low), float(high))
         return 2 * largest
 
-    def next_range(self, range: float, arrivals: Sequence[Arrival]) -> float:
-        heard = max([range, *(arrival.range for arrival in arrivals)])
-        if any(arrival.fate is Fate.UNDECODED for arrival in arrivals):
-            return min(_WIDENING * heard, _LARGEST_STEP)
+    def next_range(self, range: Range, largest: float, arrivals: Sequence[Arrival]) -> Range:
+        heard = max([range.width, *(arrival.range for arrival in arrivals)])
+        seen = max((arrival.seen for arrival in arrivals), default=0.0)
+        too_narrow = [a.range for a in arrivals if a.fate is Fate.UNDECODED]
+        if too_narrow:
+            wider = _WIDENING ** (range.failures + 1) * max(too_narrow)
+            return self._range(max(heard, seen, min(wider, 2 * largest)), range.failures + 1)
         if not any(arrival.fate is Fate.TAKEN for arrival in arrivals):
             return range
-        return max(_KEPT_SHARE * heard, *(arrival.seen for arrival in arrivals))
+        kept = 1 / _WIDENING if range.failures > 1 else _KEPT_SHARE
+        return self._range(max(kept * heard, seen), max(range.failures - 1, 0))
+
+    def _range(self, width: float, failures: int) -> Range:
+        return Range(min(width, self._range_of(_LARGEST_STEP)), failures)
 
     def _step_of(self, range: float) -> float:
         """Return the step of a lattice on which differences within a range can be told."""

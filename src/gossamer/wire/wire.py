@@ -47,14 +47,22 @@ class Arrival(NamedTuple):
     """The largest difference between the sender's numbers and the receiver's."""
 
     range: float = 0.0
-    """The sender's."""
+    """The sender's; where its message could not be decoded, what was too narrow for that."""
+
+
+class Range(NamedTuple):
+    """How far apart workers' numbers are taken to be."""
+
+    width: float = 0.0
+    failures: int = 0
+    """Exchanges in a row that widened it, less those after them that shrank it again."""
 
 
 class Codec(ABC):
     """Writes and reads messages of buckets of one dtype; its scratch is for one thread at a time.
 
     A range is how far apart workers' numbers may be, as far as the sender knows; a codec that needs
-    none ignores it.
+    none ignores it. It is zero as long as nothing has moved.
     """
 
     has_range: ClassVar[bool] = False
@@ -70,8 +78,8 @@ class Codec(ABC):
         """Return memory for what is sent of a bucket."""
 
     @abstractmethod
-    def encode(self, x: Tensor, range: float, message: Tensor) -> None:
-        """Write what is sent of a bucket."""
+    def encode(self, x: Tensor, range: float, message: Tensor) -> float:
+        """Write what is sent of a bucket; return its largest number, where ranges depend on it."""
 
     @abstractmethod
     def mark(self, message: Tensor) -> None:
@@ -97,7 +105,7 @@ class Codec(ABC):
         """Add a multiple of Q(x_i), where weights do not sum to one."""
 
     def first_range(self, x: Tensor, start: Tensor) -> float:
-        """Return the range of a worker that has not exchanged anything yet.
+        """Return the range of a worker that has seen nothing of others yet.
 
         Args:
             x: its numbers.
@@ -105,8 +113,14 @@ class Codec(ABC):
         """
         return 0.0
 
-    def next_range(self, range: float, arrivals: Sequence[Arrival]) -> float:
-        """Return the range after an exchange."""
+    def next_range(self, range: Range, largest: float, arrivals: Sequence[Arrival]) -> Range:
+        """Return the range after an exchange.
+
+        Args:
+            range: that of the worker's own message.
+            largest: the largest number in it.
+            arrivals: what came of others.
+        """
         return range
 
 
