@@ -135,6 +135,32 @@ def test_within_the_range_every_place_is_told(wire: str, data: st.DataObject) ->
     assert torch.equal(total, expected)
 
 
+@pytest.mark.parametrize("wire", RANGED)
+@settings(max_examples=150, deadline=None)
+@given(
+    apart=st.floats(1e-4, 1e2),
+    ranges=st.tuples(st.floats(1e-3, 1e2), st.floats(1e-3, 1e2)),
+    seed=st.integers(0, 1000),
+)
+def test_both_take_the_others_message_or_neither(
+    wire: str, apart: float, ranges: tuple[float, float], seed: int
+) -> None:
+    """Whatever ranges two workers have that send to each other: the mean stays, to the bit."""
+    codec, dice = codec_of(wire), torch.Generator().manual_seed(seed)
+    start = torch.randn(64, generator=dice)
+    xs = [start, start + apart * (2 * torch.rand(64, generator=dice) - 1)]
+    sent = [codec.new_message(64) for _ in xs]
+    for x, range_, message in zip(xs, ranges, sent, strict=True):
+        codec.encode(x, range_, message)
+    totals = [torch.zeros(64) for _ in xs]
+    arrivals = [
+        codec.take(sent[1 - i], sent[i], xs[i], 0.5, totals[i], first=True, mutual=True)
+        for i in range(2)
+    ]
+    assert (arrivals[0].fate is Fate.TAKEN) == (arrivals[1].fate is Fate.TAKEN)
+    assert torch.equal(totals[0], -totals[1])
+
+
 ERRORS = [
     {3: 1, 8: -1},
     {3: 1, 4: -2, 5: 1},
@@ -179,8 +205,8 @@ def test_a_range_widens_until_it_is_wide_enough(wire: str) -> None:
         for outbox, x in zip(sent, xs, strict=True):
             outbox.fill(x)
         both = [
-            Differences(codec, own, x, torch.empty(50), 0.5, keeps_rest=True)
-            for own, x in zip(sent, xs, strict=True)
+            Differences(codec, sent[i], xs[i], torch.empty(50), 0.5, [1 - i], keeps_rest=True)
+            for i in range(2)
         ]
         both[0].take(sent[1].message, 1, 0.5)
         both[1].take(sent[0].message, 0, 0.5)

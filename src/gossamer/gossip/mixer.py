@@ -193,8 +193,12 @@ class Mixer:
                 else:
                     self._mix(tag, exchange)
             self._landed(MixerState.IDLE)
-        if self._in_flight:  # else a local step
-            self._left_out.count(exchange.left_out for exchange in self._in_flight.values())
+        exchanges = self._in_flight.values()
+        if exchanges:  # else a local step
+            self._left_out.count(
+                (exchange.left_out for exchange in exchanges),
+                mean_moves=any(e.moves_mean for e in exchanges if isinstance(e, CodedExchange)),
+            )
         self._in_flight = {}
 
     def discard(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import final
 
 import torch
@@ -36,12 +37,19 @@ class CodedExchange(InFlight):
     Args:
         parcel: its memory.
         self_weight: weight that the worker keeps on its own parameters.
+        receivers: the ranks that get what it sends.
         keeps_rest: as of ``Differences``.
         marks: whether this rank says that it is left out.
     """
 
     def __init__(
-        self, parcel: Parcel, self_weight: float, *, keeps_rest: bool, marks: bool
+        self,
+        parcel: Parcel,
+        self_weight: float,
+        receivers: Sequence[int],
+        *,
+        keeps_rest: bool,
+        marks: bool,
     ) -> None:
         super().__init__()
         self.parcel = parcel
@@ -52,11 +60,17 @@ class CodedExchange(InFlight):
             parcel.bucket,
             parcel.total,
             self_weight,
+            receivers,
             keeps_rest=keeps_rest,
         )
         self.left_out = self._differences.left_out
         self.undecoded = self._differences.undecoded
         """Ranks whose message could not be decoded."""
+
+    @property
+    def moves_mean(self) -> bool:
+        """As of ``Differences``."""
+        return self._differences.moves_mean
 
     def fill(self) -> Tensor:
         """Write what this rank sends, and return it."""

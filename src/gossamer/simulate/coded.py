@@ -32,6 +32,7 @@ class _Role(NamedTuple):
     """In the order in which a rank takes their messages."""
 
     weights: list[float]
+    receivers: list[int]
 
 
 @final
@@ -51,6 +52,8 @@ class CodedBucket:
         self._total = torch.empty(len(start), dtype=codec.work)
         self.undecoded: npt.NDArray[np.int64] = np.zeros(len(self._outboxes), np.int64)
         """How many messages each worker could not decode, [W]."""
+        self.moved_mean = False
+        """Whether that moved the mean, in the last exchange."""
 
     @torch.no_grad()
     def mix_(self, round: Round, away: Sequence[int]) -> None:
@@ -60,6 +63,7 @@ class CodedBucket:
             round: on W workers.
             away: workers that are left out.
         """
+        self.moved_mean = False
         x_WN = torch.cat(self._tensors, 1)
         reduced = self._reduced(x_WN, round, away) if round.reduces.any() else x_WN
         messages = self._messages(x_WN, away)
@@ -83,6 +87,7 @@ class CodedBucket:
             x_N,
             self._total,
             role.self_weight,
+            role.receivers,
             keeps_rest=keeps_rest,
         )
         for sender, weight in zip(role.senders, role.weights, strict=True):
@@ -92,6 +97,7 @@ class CodedBucket:
         if differences.undecoded and not self.undecoded.any():
             _log.warning(UNDECODED, "worker", worker, "worker", differences.undecoded[0])
         self.undecoded[worker] += len(differences.undecoded)
+        self.moved_mean |= differences.moves_mean
 
     def _messages(self, x_WN: Tensor, away: Sequence[int]) -> list[Tensor]:
         for worker, (outbox, x_N) in enumerate(zip(self._outboxes, x_WN, strict=True)):
@@ -126,5 +132,6 @@ def _roles(round: Round) -> list[_Role]:
         own = round.neighbours(worker)
         order = np.argsort((own.receives.workers - worker) % round.num_workers)
         senders, weights = own.receives.workers[order], own.receives.weights[order]
-        roles.append(_Role(own.self_weight, senders.tolist(), weights.tolist()))
+        receivers = own.sends.workers.tolist()
+        roles.append(_Role(own.self_weight, senders.tolist(), weights.tolist(), receivers))
     return roles

@@ -160,9 +160,9 @@ class StackedContext:
         else:
             norms_W = replicas.mix_state(self._states[state], round, coded)
         finite_W = self._watches[state].look(norms_W, self._step)
-        if not finite_W.all():
-            self.left_out += ~finite_W
-            self.mean_moved += not round.symmetric
+        self.left_out += ~finite_W
+        without = not finite_W.all() and not round.symmetric
+        self.mean_moved += without or any(bucket.moved_mean for bucket in coded)
         self._bytes_sent += self._bytes_of(round, buckets)
         self._messages_sent += round.messages_sent * len(buckets)
         if state == PARAMETERS:

@@ -54,7 +54,15 @@ class _Bf16Codec(Codec):
         message[:1] = math.nan
 
     def take(
-        self, message: Tensor, own: Tensor, x: Tensor, weight: float, into: Tensor, *, first: bool
+        self,
+        message: Tensor,
+        own: Tensor,
+        x: Tensor,
+        weight: float,
+        into: Tensor,
+        *,
+        first: bool,
+        mutual: bool = False,
     ) -> Arrival:
         if bool(message[:1].isnan().any()):
             return Arrival(Fate.MARKED)

@@ -26,6 +26,15 @@ lattice, half to even, and its bits, read as an integer, are those of C plus k. 
 integer are the message, k may be added to them, and subtracting C makes a number of it again. That
 holds for |x| < 2^22 s; a step is never so small that x is beyond half of it, and what is decoded by
 a receiver that is itself beyond it has a wrong checksum.
+
+Note [Both or none]
+Where i and j send to each other, the mean stays if both take the other's message, or neither does.
+Ranges are each sender's own, so that one may be wide enough and the other not. But who has decoded
+a message knows d = s_j k_j − s_i k_i, exactly what the other knows if it has, too; and it implies
+that the other has, if it is small enough. Where steps are equal, d is as many of them as places
+are off, at both ends. Where f is the finer and c the coarser step, all places on the coarse lattice
+are places on the fine one, from which its sender is at most c/2 away, and so c/2f fine places. Up
+to 2^(b−1) − 1 of them can be told: both take if |d| ≤ (2^(b−1) − 1) f − c/2.
 """
 
 from __future__ import annotations
@@ -219,7 +228,15 @@ class _ModuloCodec(Codec):
     # - Receiving
 
     def take(
-        self, message: Tensor, own: Tensor, x: Tensor, weight: float, into: Tensor, *, first: bool
+        self,
+        message: Tensor,
+        own: Tensor,
+        x: Tensor,
+        weight: float,
+        into: Tensor,
+        *,
+        first: bool,
+        mutual: bool = False,
     ) -> Arrival:
         header = _read_header(message)
         if math.isnan(header.step):
@@ -229,11 +246,27 @@ class _ModuloCodec(Codec):
         off = self._differences_to(x, message, header)
         if off is None:  # a range that was zero can be widened, too
             return Arrival(Fate.UNDECODED, range=self._range_of(header.step))
-        self._accumulate(x, off, header.step, _read_header(own).step, weight, into, first=first)
+        steps = header.step, _read_header(own).step
         low, high = map(int, off.aminmax()) if len(off) else (0, 0)
         # Places are up to half a step from numbers.
         seen = header.step * max(0.0, max(-low, high) - 0.5)
+        if mutual and not self._other_decodes(x, off, max(-low, high), steps):
+            return Arrival(Fate.ONE_SIDED, seen, header.range)
+        parts = zip(self._differences(x, off, steps), into.split(BLOCK), strict=True)
+        for difference, total in parts:
+            difference.mul_(weight)
+            total.copy_(difference) if first else total.add_(difference)
         return Arrival(Fate.TAKEN, seen, header.range)
+
+    def _other_decodes(self, x: Tensor, off: Tensor, most: int, steps: tuple[float, float]) -> bool:
+        """Return whether both workers can decode each other's message; see Note [Both or none]."""
+        if steps[0] == steps[1] or not len(off):
+            apart = most * steps[0]
+        else:
+            apart = max(float(d.abs_().max()) for d in self._differences(x, off, steps))
+        fine, coarse = min(steps), max(steps)
+        most_off = (2 ** (self._wire.bits - 1) - 1) * fine
+        return apart <= (most_off if fine == coarse else most_off - coarse / 2)
 
     def _differences_to(self, x: Tensor, message: Tensor, header: _Header) -> Tensor | None:
         """Return how many places off the sender's numbers are; None where that is not known."""
@@ -262,25 +295,14 @@ class _ModuloCodec(Codec):
         torch.sub(self._sent[:n], own, out=places)
         places.bitwise_right_shift_(4)
 
-    def _accumulate(
-        self,
-        x: Tensor,
-        off: Tensor,
-        step: float,
-        own_step: float,
-        weight: float,
-        into: Tensor,
-        *,
-        first: bool,
-    ) -> None:
-        """Add w (s_j k_j − s_i k_i); where steps are equal, that is w s (k_j − k_i)."""
-        parts = zip(x.split(BLOCK), off.split(BLOCK), into.split(BLOCK), strict=True)
-        for block, places, total in parts:
+    def _differences(self, x: Tensor, off: Tensor, steps: tuple[float, float]) -> Iterator[Tensor]:
+        """Yield blocks of s_j k_j − s_i k_i, in scratch; s (k_j − k_i) where steps are equal."""
+        step, own_step = steps
+        for block, places in zip(x.split(BLOCK), off.split(BLOCK), strict=True):
             difference = self._other[: len(block)].copy_(places).mul_(step)
             if step != own_step:
                 difference.add_(self._rounded(block, step)).sub_(self._rounded(block, own_step))
-            difference.mul_(weight)
-            total.copy_(difference) if first else total.add_(difference)
+            yield difference
 
     def add_own(self, own: Tensor, factor: float, into: Tensor, *, first: bool) -> None:
         raise AssertionError("refused at the start: weights must sum to one")
@@ -296,12 +318,15 @@ class _ModuloCodec(Codec):
         return 2 * largest
 
     def next_range(self, range: Range, largest: float, arrivals: Sequence[Arrival]) -> Range:
+        # Where only the sender cannot decode, enough is known of the difference.
         heard = max([range.width, *(arrival.range for arrival in arrivals)])
         seen = max((arrival.seen for arrival in arrivals), default=0.0)
         too_narrow = [a.range for a in arrivals if a.fate is Fate.UNDECODED]
         if too_narrow:
             wider = _WIDENING ** (range.failures + 1) * max(too_narrow)
             return self._range(max(heard, seen, min(wider, 2 * largest)), range.failures + 1)
+        if any(arrival.fate is Fate.ONE_SIDED for arrival in arrivals):
+            return self._range(max(heard, seen), range.failures)
         if not any(arrival.fate is Fate.TAKEN for arrival in arrivals):
             return range
         kept = 1 / _WIDENING if range.failures > 1 else _KEPT_SHARE

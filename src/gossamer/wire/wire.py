@@ -38,6 +38,9 @@ class Fate(enum.Enum):
     UNDECODED = "undecoded"
     """What it stands for could not be told; nothing of it was taken."""
 
+    ONE_SIDED = "one-sided"
+    """The sender cannot decode what the receiver sent; nothing was taken, as nothing is there."""
+
 
 class Arrival(NamedTuple):
     """A message that arrived, as far as the next one depends on it."""
@@ -87,7 +90,15 @@ class Codec(ABC):
 
     @abstractmethod
     def take(
-        self, message: Tensor, own: Tensor, x: Tensor, weight: float, into: Tensor, *, first: bool
+        self,
+        message: Tensor,
+        own: Tensor,
+        x: Tensor,
+        weight: float,
+        into: Tensor,
+        *,
+        first: bool,
+        mutual: bool = False,
     ) -> Arrival:
         """Add w (Q(x_j) − Q(x_i)), unless the message cannot be taken.
 
@@ -98,6 +109,7 @@ class Codec(ABC):
             weight: that i gives to j.
             into: the sum, in the dtype ``work``.
             first: whether the sum is nothing yet, whatever is in its memory.
+            mutual: whether j gets what i sent. Both take the other's message then, or neither does.
         """
 
     @abstractmethod
