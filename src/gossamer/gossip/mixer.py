@@ -89,10 +89,7 @@ class Mixer:
         codecs = {b.dtype: wire.codec(b.dtype, b.device) for b in buckets}
         coded = [(bucket, codecs[bucket.dtype]) for bucket in buckets]
         self._parcels = {tag: Parcel(b, codec) for tag, (b, codec) in enumerate(coded) if codec}
-        self._inboxes = [
-            self._parcels[tag].total if tag in self._parcels else torch.empty_like(bucket)
-            for tag, bucket in enumerate(self._targets)
-        ]
+        self._inboxes = [self._inbox_of(tag, b) for tag, b in enumerate(self._targets)]
         # - How it travels
         self._wire = wire
         self._transport = network.transport
@@ -107,6 +104,12 @@ class Mixer:
         self._said_undecoded = False
         self._comparison: Callable[[], None] | None = None
         self._started_at = 0.0
+
+    def _inbox_of(self, tag: int, bucket: Tensor) -> Tensor:
+        """Return memory for what arrives of a bucket as it is: that of a sum, where it fits."""
+        parcel = self._parcels.get(tag)
+        fits = parcel is not None and parcel.total.dtype == bucket.dtype
+        return parcel.total if parcel is not None and fits else torch.empty_like(bucket)
 
     @property
     def state(self) -> MixerState:
