@@ -72,8 +72,8 @@ _SMALLEST_STEP, _LARGEST_STEP = 2.0**-90, 2.0**90
 
 _ROUNDS_CHECKED = 64
 
-_HEADER = struct.Struct("<ddQ")
-"""Step, range and checksum; the step of a mark is NaN."""
+_HEADER = struct.Struct("<ddQQ")
+"""Step, range, checksum of places, and one of the three; the step of a mark is NaN."""
 
 _MODULUS = 1 << 64
 _FACTOR = 0x9E3779B97F4A7C15
@@ -97,13 +97,8 @@ def _factors() -> Tensor:
 class _Header(NamedTuple):
     step: float
     range: float
-    checksum: int
-    """Of places, and of the two numbers before it."""
-
-    @classmethod
-    def signed(cls, step: float, range: float, places: int) -> _Header:
-        own = zlib.crc32(_HEADER.pack(step, range, 0))
-        return cls(step, range, (places + own * _FACTOR) % _MODULUS)
+    checksum: int = 0
+    """Of places."""
 
 
 @final
@@ -197,11 +192,11 @@ class _ModuloCodec(Codec):
         if largest > self._most_places * step:  # rare: as differences are smaller than rounding
             step = _power_of_two(largest / self._most_places)
             checksum, _ = self._write(x, step, message)
-        _write_header(message, _Header.signed(step, range, checksum))
+        _write_header(message, _Header(step, range, checksum))
         return largest
 
     def mark(self, message: Tensor) -> None:
-        _write_header(message, _Header(math.nan, 0.0, 0))
+        _write_header(message, _Header(math.nan, 0.0))
 
     def _write(self, x: Tensor, step: float, message: Tensor) -> tuple[int, float]:
         """Write places; return their checksum, and the largest number."""
@@ -239,14 +234,16 @@ class _ModuloCodec(Codec):
         mutual: bool = False,
     ) -> Arrival:
         header = _read_header(message)
+        if header is None:  # nothing that it says is learnt from
+            return Arrival(Fate.UNDECODED)
         if math.isnan(header.step):
             return Arrival(Fate.MARKED)
-        if not _SMALLEST_STEP <= header.step <= _LARGEST_STEP:
-            return Arrival(Fate.UNDECODED)
         off = self._differences_to(x, message, header)
         if off is None:  # a range that was zero can be widened, too
             return Arrival(Fate.UNDECODED, range=self._range_of(header.step))
-        steps = header.step, _read_header(own).step
+        sent = _read_header(own)
+        assert sent is not None, "what was sent must stay as it is until it is mixed"
+        steps = header.step, sent.step
         low, high = map(int, off.aminmax()) if len(off) else (0, 0)
         # Places are up to half a step from numbers.
         seen = header.step * max(0.0, max(-low, high) - 0.5)
@@ -284,7 +281,7 @@ class _ModuloCodec(Codec):
                 self._unpack_(payload, n, places)
             self._bits[:n].add_(places)
             checksum = self._add_checksum(checksum, n)
-        return off if header == _Header.signed(header.step, header.range, checksum) else None
+        return off if header.checksum == checksum else None
 
     def _unpack_(self, payload: Tensor, n: int, places: Tensor) -> None:
         """Subtract in the upper half of bytes, where four bits wrap as eight do."""
@@ -381,8 +378,16 @@ def _power_of_two(least: float) -> float:
 
 
 def _write_header(message: Tensor, header: _Header) -> None:
-    message[: _HEADER.size].numpy()[:] = np.frombuffer(_HEADER.pack(*header), np.uint8)
+    written = _HEADER.pack(*header, _crc_of(header))
+    message[: _HEADER.size].numpy()[:] = np.frombuffer(written, np.uint8)
 
 
-def _read_header(message: Tensor) -> _Header:
-    return _Header(*_HEADER.unpack(message[: _HEADER.size].numpy().tobytes()))
+def _read_header(message: Tensor) -> _Header | None:
+    """Return what a header says; None where it was changed on its way."""
+    *fields, crc = _HEADER.unpack(message[: _HEADER.size].numpy().tobytes())
+    header = _Header(*fields)
+    return header if crc == _crc_of(header) else None
+
+
+def _crc_of(header: _Header) -> int:
+    return zlib.crc32(_HEADER.pack(*header, 0))
