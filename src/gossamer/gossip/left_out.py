@@ -79,17 +79,20 @@ class LeftOut:
         """Let the next round's norms be any: parameters have been replaced."""
         self._watch.forget_norms()
 
-    def count(self, marked: Iterable[Sequence[int]]) -> None:
-        """Count who was left out of the round that ends.
+    def count(self, marked: Iterable[Sequence[int]], *, mean_moves: bool) -> None:
+        """Count who was left out of the round that ends, and whether that moved the mean.
 
         Args:
             marked: for each bucket, the ranks whose marks may be in it.
+            mean_moves: whether something else did.
         """
         # A short bucket names too many.
         ranks = set.intersection(*map(set, marked)) | ({self._rank} if self.is_self else set())
         if ranks and self._round is not None:
             self._watch.say_left_out(ranks, self._step)
-            self._telemetry.count_left_out(ranks, mean_moves=not self._round.symmetric)
+            self._telemetry.left_out.update(ranks)
+            mean_moves = mean_moves or not self._round.symmetric
+        self._telemetry.mean_moved += mean_moves
 
     def _norms(self, buckets: Sequence[Tensor]) -> FloatArray:
         norms = measured_norms([bucket.unsqueeze(0) for bucket in buckets])

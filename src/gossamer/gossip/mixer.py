@@ -26,7 +26,7 @@ from gossamer.gossip.left_out import LeftOut
 from gossamer.gossip.network import Network
 from gossamer.gossip.parcel import CodedExchange, Parcel
 from gossamer.topology import Round
-from gossamer.wire import UNDECODED, Wire
+from gossamer.wire import UNDECODED, Wire, load_outboxes
 
 _log = logging.getLogger(__name__)
 
@@ -89,10 +89,7 @@ class Mixer:
         codecs = {b.dtype: wire.codec(b.dtype, b.device) for b in buckets}
         coded = [(bucket, codecs[bucket.dtype]) for bucket in buckets]
         self._parcels = {tag: Parcel(b, codec) for tag, (b, codec) in enumerate(coded) if codec}
-        self._inboxes = [
-            self._parcels[tag].total if tag in self._parcels else torch.empty_like(bucket)
-            for tag, bucket in enumerate(self._targets)
-        ]
+        self._inboxes = [self._inbox_of(tag, b) for tag, b in enumerate(self._targets)]
         # - How it travels
         self._wire = wire
         self._transport = network.transport
@@ -107,6 +104,12 @@ class Mixer:
         self._said_undecoded = False
         self._comparison: Callable[[], None] | None = None
         self._started_at = 0.0
+
+    def _inbox_of(self, tag: int, bucket: Tensor) -> Tensor:
+        """Return memory for what arrives of a bucket as it is: that of a sum, where it fits."""
+        parcel = self._parcels.get(tag)
+        fits = parcel is not None and parcel.total.dtype == bucket.dtype
+        return parcel.total if parcel is not None and fits else torch.empty_like(bucket)
 
     @property
     def state(self) -> MixerState:
@@ -193,8 +196,12 @@ class Mixer:
                 else:
                     self._mix(tag, exchange)
             self._landed(MixerState.IDLE)
-        if self._in_flight:  # else a local step
-            self._left_out.count(exchange.left_out for exchange in self._in_flight.values())
+        exchanges = self._in_flight.values()
+        if exchanges:  # else a local step
+            self._left_out.count(
+                (exchange.left_out for exchange in exchanges),
+                mean_moves=any(e.moves_mean for e in exchanges if isinstance(e, CodedExchange)),
+            )
         self._in_flight = {}
 
     def discard(self) -> None:
@@ -227,10 +234,9 @@ class Mixer:
         return [state for state in states if state]
 
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
-        """Continue from a state; from none where buckets are others, or of other members."""
-        fits = len(states) == len(self._parcels)
-        for index, parcel in enumerate(self._parcels.values()):
-            parcel.load_state_dict(states[index] if fits else None)
+        """Continue from a state; anew where buckets are others, or of other members."""
+        parcels = self._parcels.values()
+        load_outboxes([each.outbox for each in parcels], states, [each.bucket for each in parcels])
 
     def _mix(self, tag: int, exchange: Exchange) -> None:
         """x_i ← w_ii x_i + Σ_j w_ij x_j, from what the exchange left in the inbox."""

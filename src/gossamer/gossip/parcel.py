@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from collections.abc import Sequence
+from typing import final
 
 import torch
 from torch import Tensor
@@ -23,17 +24,10 @@ class Parcel:
     def __init__(self, bucket: Tensor, codec: Codec) -> None:
         self.bucket = bucket
         self.codec = codec
-        self.total = bucket.to(codec.work, copy=True)
-        """The sum of differences; before the first exchange, what all workers start from."""
-        self.outbox = Outbox(codec, bucket.numel(), self.total)
+        self.total = torch.empty_like(bucket, dtype=codec.work)
+        """The sum of differences."""
+        self.outbox = Outbox(codec, bucket.numel(), bucket.clone())
         self.incoming = torch.empty_like(self.outbox.message)
-
-    def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """Continue from a state of the outbox; without one, as if all workers had this bucket."""
-        if state is None:
-            self.outbox.restart(self.bucket.clone())
-        else:
-            self.outbox.load_state_dict(state)
 
 
 @final
@@ -43,12 +37,19 @@ class CodedExchange(InFlight):
     Args:
         parcel: its memory.
         self_weight: weight that the worker keeps on its own parameters.
+        receivers: the ranks that get what it sends.
         keeps_rest: as of ``Differences``.
         marks: whether this rank says that it is left out.
     """
 
     def __init__(
-        self, parcel: Parcel, self_weight: float, *, keeps_rest: bool, marks: bool
+        self,
+        parcel: Parcel,
+        self_weight: float,
+        receivers: Sequence[int],
+        *,
+        keeps_rest: bool,
+        marks: bool,
     ) -> None:
         super().__init__()
         self.parcel = parcel
@@ -59,11 +60,17 @@ class CodedExchange(InFlight):
             parcel.bucket,
             parcel.total,
             self_weight,
+            receivers,
             keeps_rest=keeps_rest,
         )
         self.left_out = self._differences.left_out
         self.undecoded = self._differences.undecoded
         """Ranks whose message could not be decoded."""
+
+    @property
+    def moves_mean(self) -> bool:
+        """As of ``Differences``."""
+        return self._differences.moves_mean
 
     def fill(self) -> Tensor:
         """Write what this rank sends, and return it."""

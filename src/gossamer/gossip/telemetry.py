@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Protocol, final
 
@@ -43,11 +43,12 @@ class Stats:
     finite: this rank itself, or one that it would have mixed with."""
 
     mean_moved: int = 0
-    """How many of those rounds moved the mean of the others: where weights are not symmetric."""
+    """How many rounds moved the mean of those that mixed: weights are not symmetric, and a rank was
+    left out, or what it sent this one was not decoded."""
 
     undecoded: Mapping[int, int] = field(default_factory=dict[int, int])
-    """By rank, how many of its buckets this rank could not decode, and so did not mix with: numbers
-    differed by more than the wire format can tell."""
+    """By rank, how many of its buckets this rank did not mix with, because one of the two could not
+    decode the other's: numbers differed by more than the wire format can tell."""
 
     failures: int = 0
     """How often training went on without workers that were lost."""
@@ -102,11 +103,6 @@ class Telemetry:
     def count_all_reduce(self, size: int, num_bytes: int) -> None:
         """Count a ring all-reduce; numbers that ranks gather are not counted."""
         self.count(ring_messages(size), ring_bytes(size, num_bytes))
-
-    def count_left_out(self, ranks: Iterable[int], *, mean_moves: bool) -> None:
-        """Count a round that some ranks were left out of."""
-        self.left_out.update(ranks)
-        self.mean_moved += mean_moves
 
     def stats(self, num_steps: int) -> Stats:
         """Return the totals after this many steps."""

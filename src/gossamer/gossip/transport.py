@@ -134,7 +134,13 @@ class Transport:
         """
         role = self._role_in(round)
         begun = [
-            CodedExchange(parcel, role.self_weight, keeps_rest=round.keeps_consensus, marks=marks)
+            CodedExchange(
+                parcel,
+                role.self_weight,
+                role.receivers,
+                keeps_rest=round.keeps_consensus,
+                marks=marks,
+            )
             for _, parcel in parcels
         ]
         num_bytes = sum(parcel.incoming.nbytes for _, parcel in parcels)

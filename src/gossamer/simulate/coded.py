@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gossamer.simulate.mixing import mix_
 from gossamer.topology import Round
-from gossamer.wire import UNDECODED, Codec, Differences, Outbox
+from gossamer.wire import UNDECODED, Codec, Differences, Outbox, load_outboxes
 
 _log = logging.getLogger(__name__)
 
@@ -32,6 +32,7 @@ class _Role(NamedTuple):
     """In the order in which a rank takes their messages."""
 
     weights: list[float]
+    receivers: list[int]
 
 
 @final
@@ -51,6 +52,8 @@ class CodedBucket:
         self._total = torch.empty(len(start), dtype=codec.work)
         self.undecoded: npt.NDArray[np.int64] = np.zeros(len(self._outboxes), np.int64)
         """How many messages each worker could not decode, [W]."""
+        self.moved_mean = False
+        """Whether that moved the mean, in the last exchange."""
 
     @torch.no_grad()
     def mix_(self, round: Round, away: Sequence[int]) -> None:
@@ -60,6 +63,7 @@ class CodedBucket:
             round: on W workers.
             away: workers that are left out.
         """
+        self.moved_mean = False
         x_WN = torch.cat(self._tensors, 1)
         reduced = self._reduced(x_WN, round, away) if round.reduces.any() else x_WN
         messages = self._messages(x_WN, away)
@@ -83,6 +87,7 @@ class CodedBucket:
             x_N,
             self._total,
             role.self_weight,
+            role.receivers,
             keeps_rest=keeps_rest,
         )
         for sender, weight in zip(role.senders, role.weights, strict=True):
@@ -92,6 +97,7 @@ class CodedBucket:
         if differences.undecoded and not self.undecoded.any():
             _log.warning(UNDECODED, "worker", worker, "worker", differences.undecoded[0])
         self.undecoded[worker] += len(differences.undecoded)
+        self.moved_mean |= differences.moves_mean
 
     def _messages(self, x_WN: Tensor, away: Sequence[int]) -> list[Tensor]:
         for worker, (outbox, x_N) in enumerate(zip(self._outboxes, x_WN, strict=True)):
@@ -109,11 +115,14 @@ class CodedBucket:
         states = [outbox.state_dict() for outbox in self._outboxes]
         return [state for state in states if state]
 
-    def load_state_dict(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from a state of as many workers."""
-        if states:
-            for outbox, state in zip(self._outboxes, states, strict=True):
-                outbox.load_state_dict(state)
+    @staticmethod
+    def load(buckets: Sequence[CodedBucket], states: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+        """Let all buckets of a state continue from what was kept; anew where that is of others."""
+        load_outboxes(
+            [outbox for bucket in buckets for outbox in bucket._outboxes],
+            [state for of_bucket in states for state in of_bucket],
+            [x_N for bucket in buckets for x_N in torch.cat(bucket._tensors, 1)],
+        )
 
 
 @lru_cache(64)
@@ -123,5 +132,6 @@ def _roles(round: Round) -> list[_Role]:
         own = round.neighbours(worker)
         order = np.argsort((own.receives.workers - worker) % round.num_workers)
         senders, weights = own.receives.workers[order], own.receives.weights[order]
-        roles.append(_Role(own.self_weight, senders.tolist(), weights.tolist()))
+        receivers = own.sends.workers.tolist()
+        roles.append(_Role(own.self_weight, senders.tolist(), weights.tolist(), receivers))
     return roles

@@ -160,9 +160,9 @@ class StackedContext:
         else:
             norms_W = replicas.mix_state(self._states[state], round, coded)
         finite_W = self._watches[state].look(norms_W, self._step)
-        if not finite_W.all():
-            self.left_out += ~finite_W
-            self.mean_moved += not round.symmetric
+        self.left_out += ~finite_W
+        without = not finite_W.all() and not round.symmetric
+        self.mean_moved += without or any(bucket.moved_mean for bucket in coded)
         self._bytes_sent += self._bytes_of(round, buckets)
         self._messages_sent += round.messages_sent * len(buckets)
         if state == PARAMETERS:
@@ -243,9 +243,4 @@ class StackedContext:
         self._bytes_sent = np.array(state["bytes_sent"])
         self._messages_sent = np.array(state["messages_sent"])
         self._weights_sent = np.array(state["weights_sent"])
-        coded, kept = self._coded[PARAMETERS], state.get("wire", [])
-        if len(coded) != len(kept):
-            _log.warning("the state is of another wire or bucket_mb, and ranges start anew")
-            return
-        for bucket, of_bucket in zip(coded, kept, strict=True):
-            bucket.load_state_dict(of_bucket)
+        CodedBucket.load(self._coded[PARAMETERS], state.get("wire", []))

@@ -3,7 +3,7 @@
 from gossamer.wire.buckets import Packing, bucket_indices
 from gossamer.wire.catalogue import WIRE_REGISTRY, WIRES, parse_wire
 from gossamer.wire.differences import Differences
-from gossamer.wire.outbox import UNDECODED, Outbox
+from gossamer.wire.outbox import UNDECODED, Outbox, load_outboxes
 from gossamer.wire.wire import Arrival, Codec, Fate, Wire
 
 __all__ = [
@@ -18,5 +18,6 @@ __all__ = [
     "Packing",
     "Wire",
     "bucket_indices",
+    "load_outboxes",
     "parse_wire",
 ]

@@ -4,6 +4,9 @@
 
 Any state may travel in it, however far apart workers are. An all-reduce adds on the way, where
 rounding every partial sum would move the mean; groups that all-reduce therefore do so in full.
+
+Of a number beyond 2^126 that is sent, and not infinity, which it would be rounded to beyond 2^128:
+differences of what is sent are finite.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ import torch
 from torch import Tensor
 
 from gossamer.wire.wire import BLOCK, Arrival, Codec, Fate, Wire
+
+_LARGEST = 2.0**126
 
 
 @final
@@ -45,15 +50,25 @@ class _Bf16Codec(Codec):
     def new_message(self, numel: int) -> Tensor:
         return torch.zeros(numel, dtype=torch.bfloat16, device=self.device)
 
-    def encode(self, x: Tensor, range: float, message: Tensor) -> None:
-        message.copy_(x)
+    def encode(self, x: Tensor, range: float, message: Tensor) -> float:
+        for block, part in zip(x.split(BLOCK), message.split(BLOCK), strict=True):
+            part.copy_(block).clamp_(-_LARGEST, _LARGEST)
+        return 0.0
 
     def mark(self, message: Tensor) -> None:
         message.zero_()
         message[:1] = math.nan
 
     def take(
-        self, message: Tensor, own: Tensor, x: Tensor, weight: float, into: Tensor, *, first: bool
+        self,
+        message: Tensor,
+        own: Tensor,
+        x: Tensor,
+        weight: float,
+        into: Tensor,
+        *,
+        first: bool,
+        mutual: bool = False,
     ) -> Arrival:
         if bool(message[:1].isnan().any()):
             return Arrival(Fate.MARKED)

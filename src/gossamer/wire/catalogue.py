@@ -30,6 +30,6 @@ def parse_wire(wire: str) -> Wire:
     """Return the wire format that a string names.
 
     >>> parse_wire("modulo(bits=4)").num_bytes(1000, itemsize=4)
-    524
+    532
     """
     return WIRE_REGISTRY.parse(wire).make()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import final
 
 from torch import Tensor
@@ -20,6 +21,7 @@ class Differences:
         x: its bucket, which must stay as it was sent until it is mixed.
         total: memory for the sum.
         self_weight: weight that the worker keeps on its own numbers.
+        receivers: who gets what it sends.
         keeps_rest: whether weights sum to one, and that of whoever is left out goes to the worker's
             own numbers; otherwise it is lost.
     """
@@ -31,13 +33,15 @@ class Differences:
         x: Tensor,
         total: Tensor,
         self_weight: float,
+        receivers: Collection[int],
         *,
         keeps_rest: bool,
     ) -> None:
         self.left_out: list[int] = []
         """Senders of marks."""
         self.undecoded: list[int] = []
-        """Senders whose message could not be decoded."""
+        """Senders whose message could not be decoded, or who cannot decode the worker's."""
+        self._receivers = receivers
         self._codec = codec
         self._outbox = outbox
         self._x = x
@@ -50,16 +54,30 @@ class Differences:
     def take(self, message: Tensor, sender: int, weight: float) -> None:
         """Add the difference of what arrived, unless it is a mark or cannot be decoded."""
         arrival = self._codec.take(
-            message, self._outbox.message, self._x, weight, self._total, first=self._is_empty
+            message,
+            self._outbox.message,
+            self._x,
+            weight,
+            self._total,
+            first=self._is_empty,
+            mutual=sender in self._receivers,
         )
         self._arrivals.append(arrival)
         if arrival.fate is Fate.MARKED:
             self.left_out.append(sender)
-        elif arrival.fate is Fate.UNDECODED:
-            self.undecoded.append(sender)
-        else:
+        elif arrival.fate is Fate.TAKEN:
             self._is_empty = False
             self._excess += weight
+        else:
+            self.undecoded.append(sender)
+
+    @property
+    def moves_mean(self) -> bool:
+        """Whether something was not decoded that came one way: its sender gives, and gets nothing.
+
+        Where two send to each other, neither takes what the other sent.
+        """
+        return any(sender not in self._receivers for sender in self.undecoded)
 
     def complete(self) -> None:
         """Make up for weights that do not sum to one, after the last message.

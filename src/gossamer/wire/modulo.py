@@ -13,10 +13,12 @@ Nothing is kept of other workers, which suits rounds that change. Reference: Lu 
 - The range comes from the largest difference that was seen; a worker that hears of a larger range
   from a neighbour takes that. So all have nearly the same one, also where they do not send to those
   that they receive from. Before its first exchange a worker knows how far it went from the common
-  start; others may have gone as far the other way.
+  start; others may have gone as far the other way. It knows nothing else until something moves.
 - A step is a power of two: what is done with places is then exact, in whatever order.
 - If a difference is outside of the range, a place is taken for another. A checksum of all places,
-  in the header, tells; nothing of such a message is mixed, and the range is widened.
+  in the header, tells; nothing of such a message is mixed, and the range is widened: the more, the
+  more often in a row. By itself no worker widens it to more than twice its largest number: two
+  numbers are no farther apart than twice the larger of them, and ranges travel.
 
 Note [Places in the bits of a float]
 Near C = 1.5 · 2^23 s float32 numbers are s apart (float64: 2^52). So x + C is x rounded to the
@@ -24,6 +26,15 @@ lattice, half to even, and its bits, read as an integer, are those of C plus k. 
 integer are the message, k may be added to them, and subtracting C makes a number of it again. That
 holds for |x| < 2^22 s; a step is never so small that x is beyond half of it, and what is decoded by
 a receiver that is itself beyond it has a wrong checksum.
+
+Note [Both or none]
+Where i and j send to each other, the mean stays if both take the other's message, or neither does.
+Ranges are each sender's own, so that one may be wide enough and the other not. But who has decoded
+a message knows d = s_j k_j − s_i k_i, exactly what the other knows if it has, too; and it implies
+that the other has, if it is small enough. Where steps are equal, d is as many of them as places
+are off, at both ends. Where f is the finer and c the coarser step, all places on the coarse lattice
+are places on the fine one, from which its sender is at most c/2 away, and so c/2f fine places. Up
+to 2^(b−1) − 1 of them can be told: both take if |d| ≤ (2^(b−1) − 1) f − c/2.
 """
 
 from __future__ import annotations
@@ -43,7 +54,7 @@ from torch import Tensor
 from gossamer.algorithms import Algorithm
 from gossamer.errors import UserError
 from gossamer.topology import Round, Schedule
-from gossamer.wire.wire import BLOCK, Arrival, Codec, Fate, Wire
+from gossamer.wire.wire import BLOCK, Arrival, Codec, Fate, Range, Wire
 
 _MARGINS = {8: 4.0, 4: 1.5}
 """By how much a difference may grow from one exchange to the next; rounding a step up to a power of
@@ -53,15 +64,16 @@ _KEPT_SHARE = 0.9
 """Of the range, where less was seen: neighbours of other rounds may be farther apart."""
 
 _WIDENING = 4.0
-"""By how much a range grows after a message that could not be decoded."""
+"""By how much a range grows after a message that could not be decoded; after the next one by the
+square of it, then by its cube. It shrinks by it after two or more, as it has become too wide."""
 
 _SMALLEST_STEP, _LARGEST_STEP = 2.0**-90, 2.0**90
 """Between them all that is computed is a normal number."""
 
 _ROUNDS_CHECKED = 64
 
-_HEADER = struct.Struct("<ddQ")
-"""Step, range and checksum; the step of a mark is NaN."""
+_HEADER = struct.Struct("<ddQQ")
+"""Step, range, checksum of places, and one of the three; the step of a mark is NaN."""
 
 _MODULUS = 1 << 64
 _FACTOR = 0x9E3779B97F4A7C15
@@ -85,13 +97,8 @@ def _factors() -> Tensor:
 class _Header(NamedTuple):
     step: float
     range: float
-    checksum: int
-    """Of places, and of the two numbers before it."""
-
-    @classmethod
-    def signed(cls, step: float, range: float, places: int) -> _Header:
-        own = zlib.crc32(_HEADER.pack(step, range, 0))
-        return cls(step, range, (places + own * _FACTOR) % _MODULUS)
+    checksum: int = 0
+    """Of places."""
 
 
 @final
@@ -179,16 +186,17 @@ class _ModuloCodec(Codec):
     def new_message(self, numel: int) -> Tensor:
         return torch.zeros(self._wire.num_bytes(numel, 0), dtype=torch.uint8)
 
-    def encode(self, x: Tensor, range: float, message: Tensor) -> None:
+    def encode(self, x: Tensor, range: float, message: Tensor) -> float:
         step = self._step_of(range)
         checksum, largest = self._write(x, step, message)
         if largest > self._most_places * step:  # rare: as differences are smaller than rounding
             step = _power_of_two(largest / self._most_places)
             checksum, _ = self._write(x, step, message)
-        _write_header(message, _Header.signed(step, range, checksum))
+        _write_header(message, _Header(step, range, checksum))
+        return largest
 
     def mark(self, message: Tensor) -> None:
-        _write_header(message, _Header(math.nan, 0.0, 0))
+        _write_header(message, _Header(math.nan, 0.0))
 
     def _write(self, x: Tensor, step: float, message: Tensor) -> tuple[int, float]:
         """Write places; return their checksum, and the largest number."""
@@ -215,21 +223,47 @@ class _ModuloCodec(Codec):
     # - Receiving
 
     def take(
-        self, message: Tensor, own: Tensor, x: Tensor, weight: float, into: Tensor, *, first: bool
+        self,
+        message: Tensor,
+        own: Tensor,
+        x: Tensor,
+        weight: float,
+        into: Tensor,
+        *,
+        first: bool,
+        mutual: bool = False,
     ) -> Arrival:
         header = _read_header(message)
+        if header is None:  # nothing that it says is learnt from
+            return Arrival(Fate.UNDECODED)
         if math.isnan(header.step):
             return Arrival(Fate.MARKED)
-        if not _SMALLEST_STEP <= header.step <= _LARGEST_STEP:
-            return Arrival(Fate.UNDECODED)
         off = self._differences_to(x, message, header)
         if off is None:  # a range that was zero can be widened, too
             return Arrival(Fate.UNDECODED, range=self._range_of(header.step))
-        self._accumulate(x, off, header.step, _read_header(own).step, weight, into, first=first)
+        sent = _read_header(own)
+        assert sent is not None, "what was sent must stay as it is until it is mixed"
+        steps = header.step, sent.step
         low, high = map(int, off.aminmax()) if len(off) else (0, 0)
         # Places are up to half a step from numbers.
         seen = header.step * max(0.0, max(-low, high) - 0.5)
+        if mutual and not self._other_decodes(x, off, max(-low, high), steps):
+            return Arrival(Fate.ONE_SIDED, seen, header.range)
+        parts = zip(self._differences(x, off, steps), into.split(BLOCK), strict=True)
+        for difference, total in parts:
+            difference.mul_(weight)
+            total.copy_(difference) if first else total.add_(difference)
         return Arrival(Fate.TAKEN, seen, header.range)
+
+    def _other_decodes(self, x: Tensor, off: Tensor, most: int, steps: tuple[float, float]) -> bool:
+        """Return whether both workers can decode each other's message; see Note [Both or none]."""
+        if steps[0] == steps[1] or not len(off):
+            apart = most * steps[0]
+        else:
+            apart = max(float(d.abs_().max()) for d in self._differences(x, off, steps))
+        fine, coarse = min(steps), max(steps)
+        most_off = (2 ** (self._wire.bits - 1) - 1) * fine
+        return apart <= (most_off if fine == coarse else most_off - coarse / 2)
 
     def _differences_to(self, x: Tensor, message: Tensor, header: _Header) -> Tensor | None:
         """Return how many places off the sender's numbers are; None where that is not known."""
@@ -247,7 +281,7 @@ class _ModuloCodec(Codec):
                 self._unpack_(payload, n, places)
             self._bits[:n].add_(places)
             checksum = self._add_checksum(checksum, n)
-        return off if header == _Header.signed(header.step, header.range, checksum) else None
+        return off if header.checksum == checksum else None
 
     def _unpack_(self, payload: Tensor, n: int, places: Tensor) -> None:
         """Subtract in the upper half of bytes, where four bits wrap as eight do."""
@@ -258,25 +292,14 @@ class _ModuloCodec(Codec):
         torch.sub(self._sent[:n], own, out=places)
         places.bitwise_right_shift_(4)
 
-    def _accumulate(
-        self,
-        x: Tensor,
-        off: Tensor,
-        step: float,
-        own_step: float,
-        weight: float,
-        into: Tensor,
-        *,
-        first: bool,
-    ) -> None:
-        """Add w (s_j k_j − s_i k_i); where steps are equal, that is w s (k_j − k_i)."""
-        parts = zip(x.split(BLOCK), off.split(BLOCK), into.split(BLOCK), strict=True)
-        for block, places, total in parts:
+    def _differences(self, x: Tensor, off: Tensor, steps: tuple[float, float]) -> Iterator[Tensor]:
+        """Yield blocks of s_j k_j − s_i k_i, in scratch; s (k_j − k_i) where steps are equal."""
+        step, own_step = steps
+        for block, places in zip(x.split(BLOCK), off.split(BLOCK), strict=True):
             difference = self._other[: len(block)].copy_(places).mul_(step)
             if step != own_step:
                 difference.add_(self._rounded(block, step)).sub_(self._rounded(block, own_step))
-            difference.mul_(weight)
-            total.copy_(difference) if first else total.add_(difference)
+            yield difference
 
     def add_own(self, own: Tensor, factor: float, into: Tensor, *, first: bool) -> None:
         raise AssertionError("refused at the start: weights must sum to one")
@@ -287,17 +310,27 @@ class _ModuloCodec(Codec):
         largest = 0.0
         for block, before in zip(x.split(BLOCK), start.split(BLOCK), strict=True):
             if len(block):
-                low, high = torch.sub(block, before).aminmax()
+                low, high = self._other[: len(block)].copy_(block).sub_(before).aminmax()
                 largest = max(largest, -float(low), float(high))
         return 2 * largest
 
-    def next_range(self, range: float, arrivals: Sequence[Arrival]) -> float:
-        heard = max([range, *(arrival.range for arrival in arrivals)])
-        if any(arrival.fate is Fate.UNDECODED for arrival in arrivals):
-            return min(_WIDENING * heard, _LARGEST_STEP)
+    def next_range(self, range: Range, largest: float, arrivals: Sequence[Arrival]) -> Range:
+        # Where only the sender cannot decode, enough is known of the difference.
+        heard = max([range.width, *(arrival.range for arrival in arrivals)])
+        seen = max((arrival.seen for arrival in arrivals), default=0.0)
+        too_narrow = [a.range for a in arrivals if a.fate is Fate.UNDECODED]
+        if too_narrow:
+            wider = _WIDENING ** (range.failures + 1) * max(too_narrow)
+            return self._range(max(heard, seen, min(wider, 2 * largest)), range.failures + 1)
+        if any(arrival.fate is Fate.ONE_SIDED for arrival in arrivals):
+            return self._range(max(heard, seen), range.failures)
         if not any(arrival.fate is Fate.TAKEN for arrival in arrivals):
             return range
-        return max(_KEPT_SHARE * heard, *(arrival.seen for arrival in arrivals))
+        kept = 1 / _WIDENING if range.failures > 1 else _KEPT_SHARE
+        return self._range(max(kept * heard, seen), max(range.failures - 1, 0))
+
+    def _range(self, width: float, failures: int) -> Range:
+        return Range(min(width, self._range_of(_LARGEST_STEP)), failures)
 
     def _step_of(self, range: float) -> float:
         """Return the step of a lattice on which differences within a range can be told."""
@@ -345,8 +378,16 @@ def _power_of_two(least: float) -> float:
 
 
 def _write_header(message: Tensor, header: _Header) -> None:
-    message[: _HEADER.size].numpy()[:] = np.frombuffer(_HEADER.pack(*header), np.uint8)
+    written = _HEADER.pack(*header, _crc_of(header))
+    message[: _HEADER.size].numpy()[:] = np.frombuffer(written, np.uint8)
 
 
-def _read_header(message: Tensor) -> _Header:
-    return _Header(*_HEADER.unpack(message[: _HEADER.size].numpy().tobytes()))
+def _read_header(message: Tensor) -> _Header | None:
+    """Return what a header says; None where it was changed on its way."""
+    *fields, crc = _HEADER.unpack(message[: _HEADER.size].numpy().tobytes())
+    header = _Header(*fields)
+    return header if crc == _crc_of(header) else None
+
+
+def _crc_of(header: _Header) -> int:
+    return zlib.crc32(_HEADER.pack(*header, 0))

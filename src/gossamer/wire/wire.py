@@ -38,6 +38,9 @@ class Fate(enum.Enum):
     UNDECODED = "undecoded"
     """What it stands for could not be told; nothing of it was taken."""
 
+    ONE_SIDED = "one-sided"
+    """The sender cannot decode what the receiver sent; nothing was taken, as nothing is there."""
+
 
 class Arrival(NamedTuple):
     """A message that arrived, as far as the next one depends on it."""
@@ -47,14 +50,22 @@ class Arrival(NamedTuple):
     """The largest difference between the sender's numbers and the receiver's."""
 
     range: float = 0.0
-    """The sender's."""
+    """The sender's; where its message could not be decoded, what was too narrow for that."""
+
+
+class Range(NamedTuple):
+    """How far apart workers' numbers are taken to be."""
+
+    width: float = 0.0
+    failures: int = 0
+    """Exchanges in a row that widened it, less those after them that shrank it again."""
 
 
 class Codec(ABC):
     """Writes and reads messages of buckets of one dtype; its scratch is for one thread at a time.
 
     A range is how far apart workers' numbers may be, as far as the sender knows; a codec that needs
-    none ignores it.
+    none ignores it. It is zero as long as nothing has moved.
     """
 
     has_range: ClassVar[bool] = False
@@ -70,8 +81,8 @@ class Codec(ABC):
         """Return memory for what is sent of a bucket."""
 
     @abstractmethod
-    def encode(self, x: Tensor, range: float, message: Tensor) -> None:
-        """Write what is sent of a bucket."""
+    def encode(self, x: Tensor, range: float, message: Tensor) -> float:
+        """Write what is sent of a bucket; return its largest number, where ranges depend on it."""
 
     @abstractmethod
     def mark(self, message: Tensor) -> None:
@@ -79,7 +90,15 @@ class Codec(ABC):
 
     @abstractmethod
     def take(
-        self, message: Tensor, own: Tensor, x: Tensor, weight: float, into: Tensor, *, first: bool
+        self,
+        message: Tensor,
+        own: Tensor,
+        x: Tensor,
+        weight: float,
+        into: Tensor,
+        *,
+        first: bool,
+        mutual: bool = False,
     ) -> Arrival:
         """Add w (Q(x_j) − Q(x_i)), unless the message cannot be taken.
 
@@ -90,6 +109,7 @@ class Codec(ABC):
             weight: that i gives to j.
             into: the sum, in the dtype ``work``.
             first: whether the sum is nothing yet, whatever is in its memory.
+            mutual: whether j gets what i sent. Both take the other's message then, or neither does.
         """
 
     @abstractmethod
@@ -97,7 +117,7 @@ class Codec(ABC):
         """Add a multiple of Q(x_i), where weights do not sum to one."""
 
     def first_range(self, x: Tensor, start: Tensor) -> float:
-        """Return the range of a worker that has not exchanged anything yet.
+        """Return the range of a worker that has seen nothing of others yet.
 
         Args:
             x: its numbers.
@@ -105,8 +125,14 @@ class Codec(ABC):
         """
         return 0.0
 
-    def next_range(self, range: float, arrivals: Sequence[Arrival]) -> float:
-        """Return the range after an exchange."""
+    def next_range(self, range: Range, largest: float, arrivals: Sequence[Arrival]) -> Range:
+        """Return the range after an exchange.
+
+        Args:
+            range: that of the worker's own message.
+            largest: the largest number in it.
+            arrivals: what came of others.
+        """
         return range
 
 
