@@ -29,9 +29,11 @@ EDGES: dict[str, str] = {
     "files": "errors",
     "fork_server": "lifeline",
     "frameworks": "errors extras gossip",
-    "gossip": "algorithms consensus errors files nonfinite normalization optim topology wire",
+    "gossip": "algorithms consensus errors files launched nonfinite normalization optim topology "
+    "wire",
     "lab": "errors rates",
-    "launch": "errors lifeline",
+    "launch": "errors launched lifeline",
+    "launched": "",
     "lifeline": "",
     "memory": "",
     "nonfinite": "errors topology",

@@ -14,6 +14,7 @@ from gossamer.launch import Place, launch
 SCRIPT = """
 import os, signal, sys, time
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,42 +22,88 @@ import torch.distributed as dist
 import gossamer
 
 dist.init_process_group("gloo")
+folder = Path(sys.argv[1])
 torch.manual_seed(dist.get_rank())
 model = torch.nn.Linear(4, 2)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 gossip = gossamer.decentralize(
     model, optimizer, "ring", on_failure="continue", timeout=timedelta(seconds=10)
 )
-worker = gossip.rank
-while gossip.num_steps < 20:
+worker = gossip.members[gossip.rank]
+assert worker == dist.get_rank()
+if gossip.num_steps:  # it is back
+    (folder / "part").write_text(str(gossip.num_steps + 10))
+    (folder / "part").rename(folder / "until")
+while not (folder / "until").exists() or gossip.num_steps < int((folder / "until").read_text()):
     if worker == 1 and gossip.num_steps == 5:
         os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.01)
     optimizer.zero_grad()
     model(torch.ones(1, 4)).square().sum().backward()
     optimizer.step()
 gossip.finalize()
-with open(f"{sys.argv[1]}/{worker}", "w") as file:
-    file.write(f"{gossip.members}")
+(folder / str(worker)).write_text(f"{gossip.members} {gossip.num_steps} {model.weight.norm()}")
 """
 
 
 @pytest.mark.timeout(120)
-def test_two_supervisors_let_the_others_go_on(tmp_path: Path) -> None:
-    """A plain script with a process group on two supervisors: one worker is killed, two end."""
+def test_a_worker_that_is_killed_comes_back(tmp_path: Path) -> None:
+    """A plain script on two supervisors: one worker is killed, is started anew and joins."""
     (tmp_path / "train.py").write_text(SCRIPT)
     verb = [sys.executable, "-m", "gossamer", "launch", "--total", "3"]
     verb += ["--store", "127.0.0.1:29653"]
     script = ["--", sys.executable, str(tmp_path / "train.py"), str(tmp_path)]
-    places = (["--workers", "2"], ["--workers", "1", "--first", "2"])
+    places = (["--workers", "2", "--restarts", "1"], ["--workers", "1", "--first", "2"])
     running = [
         subprocess.Popen([*verb, *place, *script], stderr=subprocess.PIPE, text=True)
         for place in places
     ]
     said = [process.communicate(timeout=100)[1] for process in running]
     assert [process.returncode for process in running] == [0, 0], said
-    assert "worker 1 ended with SIGKILL; 1 others here go on" in said[0]
-    for worker in (0, 2):
-        assert (tmp_path / str(worker)).read_text() == "(0, 2)"
+    assert (
+        "worker 1 ended with SIGKILL; 1 others here go on; it comes back in 1 s, and 0 more times"
+    ) in " ".join(said[0].split())
+    ends = {(tmp_path / str(worker)).read_text() for worker in (0, 1, 2)}
+    assert len(ends) == 1
+    assert ends.pop().startswith("(0, 1, 2) ")
+
+
+def run_here(script: str, **options: int) -> tuple[int, list[str]]:
+    """Launch two workers that run a line of shell; return the exit code and what was said."""
+    said: list[str] = []
+    return launch(["sh", "-c", script], Place(2), said.append, **options), said
+
+
+def test_a_worker_is_not_started_anew_where_training_is_at_its_end() -> None:
+    """One that ended in order says so to all; the exit code is that of success."""
+    code, said = run_here('test "$RANK" = 0 || { sleep 0.3; exit 3; }')
+    assert code == 0
+    assert said == [
+        "worker 1 ended with exit code 3; 0 others here go on, and it stays away: "
+        "training is at its end"
+    ]
+
+
+def test_nobody_is_started_anew_where_all_are_lost() -> None:
+    """There is nobody to get parameters from, and the job has failed."""
+    code, said = run_here("exit 3")
+    assert code == 1
+    assert said[0].endswith("it comes back in 1 s, and 2 more times at most")
+    assert "stays away: nobody is left to join" in said[1]
+    assert said[2] == "worker 0 is not started anew: nobody is left to join"
+
+
+def test_a_worker_is_started_anew_a_few_times_and_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As often as asked, after longer and longer; it then knows that it joins."""
+    monkeypatch.setattr("gossamer.launch._FIRST_PAUSE_S", 0.1)
+    log = tmp_path / "log"
+    script = f'test "$RANK" = 0 && sleep 1.5 || echo "$GOSSAMER_JOIN" >> {log}; test "$RANK" = 0'
+    code, said = run_here(script, restarts=2)
+    assert code == 0
+    assert log.read_text() == "\nreturned\nreturned\n"
+    assert [line.partition("it comes back in ")[2][:5] for line in said] == ["0.1 s", "0.2 s", ""]
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """Workers of which each may end without the others: one process each, and the store beside them.
 
 torchrun's agent ends all its workers when one fails. This one lets the others go on, as
-``decentralize(on_failure="continue")`` does, and holds the store that they agree through.
+``decentralize(on_failure="continue")`` does, holds the store that they agree through, and starts a
+worker anew that ended, which then joins them.
 """
 
 from __future__ import annotations
@@ -11,16 +12,26 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, final
 
 from gossamer.errors import UserError
+from gossamer.launched import JOINS, NEW, RETURNED
 from gossamer.lifeline import end_with_parent
 
 _POLL_S = 0.1
 _END_S = 10.0
 """How long workers have after SIGTERM."""
+
+RESTARTS = 3
+"""How often a worker is started anew: a fault that passes is over by then, an error of the program
+is not, and should be seen soon."""
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+"""Before a worker is started anew; twice as long every time."""
+
+_NOT_STARTED = -1
 
 
 class Place(NamedTuple):
@@ -38,31 +49,44 @@ class Place(NamedTuple):
     store: str = ""
     """The store's host and port, as in node0:29400; by default a free port of this machine."""
 
+    joins: bool = False
+    """Whether its workers are new, and join a job that others have started."""
+
 
 def launch(
-    command: Sequence[str], place: Place, say: Callable[[str], object] = lambda line: None
+    command: Sequence[str],
+    place: Place,
+    say: Callable[[str], object] = lambda line: None,
+    *,
+    restarts: int = RESTARTS,
 ) -> int:
     """Run a command once per worker until all have ended; return 0 where any ended in order.
+
+    A worker that ends otherwise is started anew, and joins those who go on.
 
     Args:
         command: the program and its arguments.
         place: how many, and where among others.
         say: told about each worker that ends otherwise.
+        restarts: how often each worker is started anew, at most.
     """
-    total = place.total or place.num_workers
+    total = place.total or place.num_workers + (place.first if place.joins else 0)
     if place.num_workers < 1 or place.first < 0 or place.first + place.num_workers > total:
         raise UserError(
             "the workers of a supervisor must be some of all, got "
             f"{place.num_workers} from rank {place.first} on of {total}; give --workers here, "
             "--first and the --total of all nodes"
         )
+    if restarts < 0:
+        raise UserError(f"restarts must be 0 or more, got {restarts}; 0 starts each worker once")
+    alone = total == place.num_workers and not place.joins
     host, _, port = (place.store or "127.0.0.1:0").rpartition(":")
-    if not host or not port.isdecimal() or (not place.store and total != place.num_workers):
+    if not host or not port.isdecimal() or (not place.store and not alone):
         raise UserError(
             f"supervisors of several nodes need one store, got {place.store!r}; give --store "
             "host:port, the node of rank 0 and a free port of it"
         )
-    with _store(host, int(port), holds=place.first == 0) as port:
+    with _store(host, int(port), holds=place.first == 0 and not place.joins) as port:
         environment = {
             **os.environ,
             "MASTER_ADDR": host,
@@ -73,15 +97,67 @@ def launch(
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_RESTART_COUNT": "0",
         }
-        workers = {
-            place.first + local: subprocess.Popen(
-                command,
-                env={**environment, "RANK": str(place.first + local), "LOCAL_RANK": str(local)},
-                preexec_fn=partial(end_with_parent, signal.SIGTERM),  # even where this is killed
-            )
+        workers = [
+            _Worker(command, environment, place.first + local, local, restarts)
             for local in range(place.num_workers)
-        }
-        return _follow(workers, say)
+        ]
+        try:
+            for worker in workers:
+                worker.start(NEW if place.joins else "")
+            return _follow(workers, say, alone=alone)
+        finally:
+            _end(workers)
+
+
+@final
+class _Worker:
+    """One worker's process, and those that come after it.
+
+    Args:
+        command: the program and its arguments.
+        environment: what all workers know.
+        rank: among all workers.
+        local_rank: among those here.
+        restarts: how often it is started anew, at most.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        rank: int,
+        local_rank: int,
+        restarts: int,
+    ) -> None:
+        self.rank = rank
+        self.restarts_left = restarts
+        self.process: subprocess.Popen[bytes] | None = None
+        self.starts_at = 0.0
+        """When it is started anew, where it has no process."""
+        self.code: int | None = None
+        """How it ended for good."""
+        self._command = command
+        self._environment = {**environment, "RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+        self._pause_s = _FIRST_PAUSE_S
+
+    def start(self, joins: str) -> None:
+        """Start its process; one that joins others is told so."""
+        environment = {**self._environment}
+        if joins:
+            # The group of init_process_group() must not wait for those who began long ago.
+            environment |= {JOINS: joins, "TORCH_GLOO_LAZY_INIT": "1"}
+        self.process = subprocess.Popen(
+            self._command,
+            env=environment,
+            preexec_fn=partial(end_with_parent, signal.SIGTERM),  # even where this is killed
+        )
+
+    def plan_restart(self) -> float:
+        """Let it be started anew after a while, which is longer every time; return how long."""
+        self.restarts_left -= 1
+        pause_s, self._pause_s = self._pause_s, min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        self.process, self.starts_at = None, time.monotonic() + pause_s
+        return pause_s
 
 
 @contextlib.contextmanager
@@ -99,31 +175,69 @@ def _store(host: str, port: int, *, holds: bool) -> Generator[int]:
         del store
 
 
-def _follow(workers: dict[int, subprocess.Popen[bytes]], say: Callable[[str], object]) -> int:
-    """Wait for all workers; end them where this process is ended."""
-    codes: dict[int, int] = {}
-    try:
-        while len(codes) < len(workers):
-            for rank, process in workers.items():
-                code = process.poll()
-                if code is not None and rank not in codes:
-                    codes[rank] = code
-                    if code:
-                        left = len(workers) - len(codes)
-                        say(f"worker {rank} ended with {_name(code)}; {left} others here go on")
-            time.sleep(_POLL_S)
-    finally:
-        for process in workers.values():
-            if process.poll() is None:
-                process.terminate()
-        deadline = time.monotonic() + _END_S
-        for process in workers.values():
-            try:
-                process.wait(max(deadline - time.monotonic(), 0.01))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-    return 0 if 0 in codes.values() else 1
+def _follow(workers: Sequence[_Worker], say: Callable[[str], object], *, alone: bool) -> int:
+    """Wait for all workers, and start those anew that end before training does.
+
+    Args:
+        workers: of this supervisor.
+        say: told about each that ends.
+        alone: whether there are no others, so that nobody can join where all of these have ended.
+    """
+    while any(worker.code is None for worker in workers):
+        for worker in workers:
+            if worker.code is None:
+                _look_after(worker, workers, say, alone=alone)
+        time.sleep(_POLL_S)
+    return 0 if any(worker.code == 0 for worker in workers) else 1
+
+
+def _look_after(
+    worker: _Worker, workers: Sequence[_Worker], say: Callable[[str], object], *, alone: bool
+) -> None:
+    others = [other for other in workers if other is not worker]
+    is_over = any(other.code == 0 for other in others)
+    nobody_left = alone and not any(other.process and other.code is None for other in others)
+    if worker.process is None:
+        if is_over or nobody_left:
+            worker.code = _NOT_STARTED
+            say(f"worker {worker.rank} is not started anew: {_over(is_over)}")
+        elif time.monotonic() >= worker.starts_at:
+            worker.start(RETURNED)
+        return
+    code = worker.process.poll()
+    if code is None:
+        return
+    if code == 0:
+        worker.code = 0
+        return
+    going_on = sum(other.code is None and other.process is not None for other in others)
+    ended = f"worker {worker.rank} ended with {_name(code)}; {going_on} others here go on"
+    if not worker.restarts_left or is_over or nobody_left:
+        worker.code = code
+        say(ended + (f", and it stays away: {_over(is_over)}" if is_over or nobody_left else ""))
+    else:
+        left = worker.restarts_left - 1
+        pause_s = worker.plan_restart()
+        say(f"{ended}; it comes back in {pause_s:g} s, and {left} more times at most")
+
+
+def _over(is_over: bool) -> str:
+    return "training is at its end" if is_over else "nobody is left to join"
+
+
+def _end(workers: Sequence[_Worker]) -> None:
+    """End those that still run, where this process is ended."""
+    running = [worker.process for worker in workers if worker.process is not None]
+    for process in running:
+        if process.poll() is None:
+            process.terminate()
+    deadline = time.monotonic() + _END_S
+    for process in running:
+        try:
+            process.wait(max(deadline - time.monotonic(), 0.01))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
 
 def _name(code: int) -> str:

@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 
 from gossamer.cli.terminal import say
-from gossamer.launch import Place, launch
+from gossamer.launch import RESTARTS, Place, launch
 
 
 def launch_command(
@@ -18,12 +18,17 @@ def launch_command(
     total: Annotated[int, typer.Option(help="Workers of all nodes, where there are several.")] = 0,
     first: Annotated[int, typer.Option(help="Rank of the first worker here.")] = 0,
     store: Annotated[str, typer.Option(help="host:port of the store, on the node of rank 0.")] = "",
+    restarts: Annotated[
+        int, typer.Option(help="How often each worker is started anew.")
+    ] = RESTARTS,
+    join: Annotated[bool, typer.Option("--join", help="New workers for a job that runs.")] = False,
 ) -> None:
     """Run workers that may end one by one, for on_failure="continue".
 
     Unlike torchrun it lets the others go on, and it holds
-    the store that they agree through. The exit code is 0
-    where a worker came to its end.
+    the store that they agree through. A worker that fails
+    is started anew, after 1, 2, 4 … s, and joins them. The
+    exit code is 0 where a worker came to its end.
 
     Examples:
     $ gossamer launch --workers 4 -- python train.py
@@ -33,5 +38,5 @@ def launch_command(
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, end)
-    place = Place(workers, first, total, store)
-    raise typer.Exit(launch(command, place, lambda line: say(escape(line))))
+    place = Place(workers, first, total, store, join)
+    raise typer.Exit(launch(command, place, lambda line: say(escape(line)), restarts=restarts))

@@ -10,16 +10,18 @@ parameter goes through a step along ``step``, ``rank_context``, ``mixer`` and ``
         gossip             the handle: average, measure, change parameters, save, end
     What a checkpoint is
         checkpoint_folder  files that are atomic and verified
-        snapshot           one rank's state as a file
     Before anything is sent
         preconditions      checks of one rank
         alone              the only worker, without a launcher
+        late               a worker that comes when others train already
         handshake          the comparison across ranks
     A step
         worker             what the four above share: collective calls, the end
         model_state        what a model's state is while workers differ
         step               hooks around ``optimizer.step()``; blocks in which no step is taken
-        epochs             the epoch that a gossip is in; the next one when a worker is lost
+        epochs             the epoch that a gossip is in; the next when a worker is lost or joins
+        donation           what a worker that joins gets from another
+        snapshot           one rank's state as a file, or as bytes
         epoch              all that depends on who takes part, and what makes it
         rank_context       what an algorithm sees of this rank, and exchanges
         step_call          closures, steps within steps, other scalers

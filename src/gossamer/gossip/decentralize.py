@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from datetime import timedelta
@@ -16,13 +17,15 @@ from torch.optim import Adam, Optimizer
 
 from gossamer.algorithms import parse_algorithm
 from gossamer.consensus import Policy, Target, name_of
-from gossamer.gossip import preconditions
+from gossamer.gossip import late, preconditions
+from gossamer.gossip.donation import Donation
 from gossamer.gossip.epoch import EpochMaker, Rules, Topology
 from gossamer.gossip.epochs import Epochs
 from gossamer.gossip.failures import FailureDetector
 from gossamer.gossip.gossip import Gossip
 from gossamer.gossip.guard import Guard
 from gossamer.gossip.handshake import (
+    compare_later,
     declining_on_error,
     facts_about,
     facts_about_bits,
@@ -33,7 +36,6 @@ from gossamer.gossip.handshake import (
 from gossamer.gossip.membership import Membership
 from gossamer.gossip.model_state import ModelState
 from gossamer.gossip.network import Network, rounds_to_connect
-from gossamer.gossip.notices import NoticeBoard
 from gossamer.gossip.replica import Replica
 from gossamer.gossip.shards import local, locals_of
 from gossamer.gossip.step import Step
@@ -130,22 +132,24 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
     preconditions.check_positive("timeout", timeout, timeout > timedelta(0))
     survives = preconditions.to_survival(on_failure)
     group = preconditions.to_group(process_group, model)
-    board = NoticeBoard(group, timeout)
-    with declining_on_error(board):
+    board, joins = late.board_of(group, timeout, survives=survives)
+    others = () if joins else (board,)
+    with declining_on_error(*others):
         node = Within(preconditions.to_within(within, model, group), timeout)
     # - Parse and check
-    with declining_on_error(board, *node.boards):
+    with declining_on_error(*others, *node.boards):
+        num_workers = late.num_at_start(board) if joins else group.size()
         optimizers = [optimizer] if isinstance(optimizer, Optimizer) else [*optimizer]
         chosen = parse_algorithm(algorithm, order)
         format = parse_wire(wire)
         rules = Rules(
             topology, chosen, every, gossip_steps, control, norms_every, fragments, format
         )
-        schedule, exchanged = rules.schedule(group.size()), rules.exchanged(group.size())
+        schedule, exchanged = rules.schedule(num_workers), rules.exchanged(num_workers)
         chosen.check_optimizers(optimizers)
         preconditions.check_wrapper(model, group)
         trained = preconditions.trained_parameters(model, optimizers)
-        rules.check(group.size())
+        rules.check(num_workers)
         rule = rule_of(buffers)
         chosen.check_statistics(mixed=rule.mixed)
         chosen.check_precision(trained)
@@ -159,6 +163,7 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
         compares_rounds = rules.compares_rounds(schedule)
         facts = {
             "the version of gossamer": metadata.version("gossamer"),
+            late.NUM_WORKERS: str(num_workers),
             "topology": schedule.name,
             "the digest of its rounds": rounds_digest(exchanged),
             "how rounds are compared": "at every step" if compares_rounds else "at the start",
@@ -177,26 +182,31 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
             **facts_about(model),
         }
     # - Compare with all ranks; first within the node, for who differs there must tell all nodes
-    with declining_on_error(board):
+    with declining_on_error(*others):
         for inner in node.boards:
             shake_hands(inner, facts | facts_about_bits(model), _ONE_REPLICA)
-    shake_hands(board, facts | facts_about_shards(model))
-    # - Connect, and become rank 0's
-    members = tuple(range(board.size))
+    facts |= facts_about_shards(model)
+    compare_later(board, facts) if joins else shake_hands(board, facts)
+    # - Connect, and become rank 0's, or that of a donor
+    members = () if joins else tuple(range(board.size))
     membership = Membership(board.store, board.rank, members, timeout) if survives else None
-    announce = None if membership is None else partial(membership.announce, 0)
-    detector = FailureDetector(board, announce)
-    detector.watch()
-    with detector.leaving_on_error(), torch.no_grad():
-        network = Network(group, detector, trained[0].device, rounds=rounds_to_connect(exchanged))
-        node.open(trained[0].device)
-        for tensor in map(local, (*model.parameters(), *model.buffers())):
-            if tensor.numel():
-                network.collectives.broadcast_(tensor)
+    with contextlib.ExitStack() as stack, torch.no_grad():
+        network = None
+        if not joins:
+            announce = None if membership is None else partial(membership.announce, 0)
+            detector = FailureDetector(board, announce)
+            detector.watch()
+            stack.enter_context(detector.leaving_on_error())
+            rounds = rounds_to_connect(exchanged)
+            network = Network(group, detector, trained[0].device, rounds=rounds)
+            node.open(trained[0].device)
+            for tensor in map(local, (*model.parameters(), *model.buffers())):
+                if tensor.numel():
+                    network.collectives.broadcast_(tensor)
         replica = Replica(model, trained, rule, packing.bucket_mb, chosen, node)
         for each in optimizers:
-            tell_num_workers(each, group.size())
-            if isinstance(each, Adam) and network.rank == 0 and auto_window(network.size) > 1:
+            tell_num_workers(each, num_workers)
+            if isinstance(each, Adam) and board.rank == 0 and auto_window(num_workers) > 1:
                 decoupled = each.defaults.get("decoupled_weight_decay")
                 _log.info(_ADVICE, type(each).__name__, "W" if decoupled else "")
         # - Put the step together, and hook it up
@@ -204,10 +214,15 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
         own = {*map(id, trained)}
         names = [name for name, parameter in everywhere if id(parameter) in own]
         maker = EpochMaker(rules, trained, names, optimizers, packing, limit, node)
-        first = maker.make(network, replica, schedule, members)
-        epochs = Epochs(first, maker, replica, membership, board.store)
+        donation = Donation(model, optimizers)
+        epochs = Epochs(maker, replica, membership, board.store, donation, timeout)
+        first_step = 0
+        if network is None:
+            first_step = epochs.join().entry
+        else:
+            epochs.begin(maker.make(network, replica, schedule, members))
         guard = Guard(model, optimizers, trained)
         wrappers = WrapperWatch(trained, group)
-        step = Step(optimizers, chosen, epochs, guard, wrappers)
-        model_state = ModelState(model, network.rank, network.size)
+        step = Step(optimizers, chosen, epochs, guard, wrappers, first_step)
+        model_state = ModelState(model, epochs.current.network.rank, epochs.current.network.size)
         return Gossip(Worker(replica, step, epochs, model_state, node))

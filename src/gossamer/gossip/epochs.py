@@ -1,10 +1,11 @@
-"""The epoch that a gossip is in, and how it comes to the next one when a worker is lost."""
+"""The epoch that a gossip is in, and how it comes to the next: a worker is lost, or joins."""
 
 from __future__ import annotations
 
 import logging
 import time
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import final
 
@@ -14,12 +15,14 @@ from torch.distributed import (
 )
 from torch.distributed.distributed_c10d import PrefixStore
 
+from gossamer.gossip.donation import Donation
 from gossamer.gossip.epoch import Epoch, EpochMaker
 from gossamer.gossip.failures import ExchangeError, FailureDetector
 from gossamer.gossip.membership import Arrival, Decision, Membership, clone
 from gossamer.gossip.network import Network
-from gossamer.gossip.notices import NoticeBoard
+from gossamer.gossip.notices import NoticeBoard, describe
 from gossamer.gossip.replica import Replica
+from gossamer.gossip.telemetry import Telemetry
 
 _log = logging.getLogger(__name__)
 
@@ -29,64 +32,120 @@ class Epochs:
     """Owns the current epoch; everything else asks here for what depends on members.
 
     Args:
-        first: the epoch that begins.
-        maker: makes others.
+        maker: makes epochs.
         replica: this worker's parameters, which go on from epoch to epoch.
         membership: agrees on members; None where a failure is raised, and there is one epoch only.
         store: where members of later epochs find each other.
+        donation: what a worker that joins gets from another.
+        timeout: how long a message may take.
     """
+
+    current: Epoch
 
     def __init__(
         self,
-        first: Epoch,
         maker: EpochMaker,
         replica: Replica,
         membership: Membership | None,
         store: Store,
+        donation: Donation,
+        timeout: timedelta,
     ) -> None:
-        self.current = first
         self.calls_done = 0
         """Collective calls that this worker has done its part of."""
         self._maker = maker
         self._replica = replica
         self._membership = membership
         self._store = store
+        self._donation = donation
+        self._timeout = timeout
+        self._telemetry = Telemetry()
+        self._has_begun = False
         self._dropped: list[Network] = []
-        if membership is not None:
-            membership.watch(first.network.detector.alarm)
+
+    def begin(self, first: Epoch) -> None:
+        """Take the epoch in which all workers start together."""
+        self.current, self._has_begun = first, True
+        self._telemetry = first.network.telemetry
+        if self._membership is not None:
+            self._membership.watch(first.network.detector.alarm)
+
+    def join(self) -> Decision:
+        """Become a member of an epoch that begins later, with all that a donor has."""
+        assert self._membership is not None, "there is nobody to join"
+        error = ExchangeError("this worker comes later", lost=True)
+        try:
+            return self._open_next(self._membership, error, None)
+        except BaseException as failed:
+            self._membership.leave(f"could not join: {describe(failed)}", alarm=True)
+            raise
 
     @property
     def survives(self) -> bool:
         """Whether training goes on when a worker is lost."""
         return self._membership is not None
 
+    def admit(self) -> None:
+        """Come before the update of a step: end this epoch where a worker asks to join.
+
+        Not where another member is in a call that this one has yet to make, and that a worker which
+        joins would not.
+        """
+        if self._membership is not None and self._membership.is_asked:
+            detector = self.current.network.detector
+            if detector.has_made_all_calls():
+                detector.alarm("a worker asks to join")
+                detector.raise_failure()
+
     def takes(self, error: ExchangeError) -> bool:
         """Return whether others can go on after an error: a worker was lost, and that is asked."""
         return self.survives and error.lost
 
-    def advance(self, error: ExchangeError, step: int, call: str) -> Decision:
-        """Open the next epoch, with those who are left; return how it began.
+    def advance(
+        self, error: ExchangeError, step: int, call: str, *, updated: bool = False
+    ) -> Decision:
+        """Open the next epoch, with those who are left and who join; return how it began.
 
         Args:
             error: what has ended this one.
             step: the step that this worker takes next, or is in before its update.
             call: the collective call that it is in.
+            updated: whether it is right behind the update of a step.
 
         Raises:
             ExchangeError: it began without this worker, or cannot begin.
         """
         membership = self._membership
         assert membership is not None, "a failure is raised"
-        began = time.monotonic()
         left = self.current
         left.drop()
         self._dropped = [n for n in (*self._dropped, left.network) if not n.wait_dropped(0)]
-        detector = left.network.detector
+        arrival = Arrival(
+            member=membership.member,
+            step=step,
+            why="",
+            call=call,
+            calls_done=self.calls_done,
+            updated=updated,
+        )
+        return self._open_next(membership, error, arrival)
+
+    def _open_next(
+        self, membership: Membership, error: ExchangeError, arrival: Arrival | None
+    ) -> Decision:
+        """Agree on an epoch and open it; on others where that fails."""
+        began = time.monotonic()
+        detector = None if arrival is None else self.current.network.detector
+        arrival = arrival or Arrival(member=membership.member, step=0, why="", joins=True)
+        opened = True
         while True:
-            membership.arrive(self._arrival(membership, error, step, call, detector))
-            decision = membership.agree()
+            if detector is None:
+                decision = membership.join(arrival)
+            else:
+                membership.arrive(_seen(arrival, membership.members, error, detector, opened))
+                decision = membership.agree()
             group = self._group(membership)
-            detector = self._detector(membership, group)
+            detector, opened = self._detector(membership, group), False
             try:
                 self.current = self._open(decision, group, detector, membership)
                 break
@@ -96,29 +155,9 @@ class Epochs:
                     raise
                 error = without_frames(again)
         self._say(membership, decision, error, time.monotonic() - began)
+        if self.current.network.rank == 0:
+            membership.discard_past()
         return decision
-
-    def _arrival(
-        self,
-        membership: Membership,
-        error: ExchangeError,
-        step: int,
-        call: str,
-        detector: FailureDetector,
-    ) -> Arrival:
-        """Return what the others are told; of an epoch that was open, or was to be."""
-        names = membership.members
-        return Arrival(
-            member=membership.member,
-            step=step,
-            why=str(error),
-            call=call,
-            calls_done=self.calls_done,
-            opened=detector is self.current.network.detector,
-            timed_out=error.timed_out,
-            closed=tuple(names[rank] for rank in sorted(detector.closed_peers)),
-            waited_for=() if error.culprit is None else (names[error.culprit],),
-        )
 
     def _group(self, membership: Membership) -> ProcessGroup:
         """Return the members of the epoch that was decided, and where they find each other."""
@@ -129,9 +168,8 @@ class Epochs:
 
     def _detector(self, membership: Membership, group: ProcessGroup) -> FailureDetector:
         """Return what notices the failures of that epoch."""
-        timeout = self.current.network.detector.timeout
         announce = partial(membership.announce, membership.epoch)
-        detector = FailureDetector(NoticeBoard(group, timeout), announce)
+        detector = FailureDetector(NoticeBoard(group, self._timeout), announce)
         detector.watch()
         membership.watch(detector.alarm)
         return detector
@@ -147,18 +185,39 @@ class Epochs:
             detector.closed_peers.update(missing)
             raise ExchangeError("a member was lost while others agreed", lost=True)
         rules = self._maker.rules.or_fallback(len(decision.members))
-        network = self._maker.connect(group, detector, rules, self.current.network.telemetry)
+        network = self._maker.connect(group, detector, rules, self._telemetry)
+        try:
+            self._hand_over(decision, network, membership.member)
+        except BaseException:
+            network.drop()
+            raise
         schedule = rules.schedule(len(decision.members))
         return self._maker.make(
             network, self._replica, schedule, decision.members, first_step=decision.step
         )
 
+    def _hand_over(self, decision: Decision, network: Network, member: int) -> None:
+        """Give those who join what they need, or get it."""
+        ranks = {each: rank for rank, each in enumerate(decision.members)}
+        for joiner, donor in decision.donors.items():
+            if member == donor:
+                network.send(self._donation.pack(), ranks[joiner])
+            elif member == joiner:
+                self._donation.load(network.receive(ranks[donor]))
+                self.calls_done = decision.calls_done
+
     def _say(
         self, membership: Membership, decision: Decision, error: ExchangeError, took_s: float
     ) -> None:
         network = self.current.network
-        network.telemetry.failures += 1
+        network.telemetry.failures += bool(decision.gone and self._has_begun)
+        self._has_begun = True
+        network.telemetry.joins += bool(decision.donors)
         network.telemetry.recovery_s += took_s
+        changes = [
+            *(f"without worker {worker}, {why}" for worker, why in decision.gone.items()),
+            *(f"worker {a} joins with the state of {b}" for a, b in decision.donors.items()),
+        ]
         _log.warning(
             "worker %d goes on at step %d as rank %d of %d, after %.2f s: %s (%s)",
             membership.member,
@@ -166,8 +225,7 @@ class Epochs:
             network.rank,
             network.size,
             took_s,
-            "; ".join(f"without worker {worker}, {why}" for worker, why in decision.gone.items())
-            or "nobody is gone",
+            "; ".join(changes) or "nobody is gone",
             error,
         )
 
@@ -191,6 +249,24 @@ class Epochs:
         deadline = time.monotonic() + seconds
         networks = [*self._dropped, self.current.network]
         return all([network.wait_dropped(deadline - time.monotonic()) for network in networks])
+
+
+def _seen(
+    arrival: Arrival,
+    members: tuple[int, ...],
+    error: ExchangeError,
+    detector: FailureDetector,
+    opened: bool,
+) -> Arrival:
+    """Return what the others are told; of an epoch that was open, or was to be."""
+    return replace(
+        arrival,
+        why=str(error),
+        opened=opened,
+        timed_out=error.timed_out,
+        closed=tuple(members[rank] for rank in sorted(detector.closed_peers)),
+        waited_for=() if error.culprit is None else (members[error.culprit],),
+    )
 
 
 def without_frames(error: ExchangeError) -> ExchangeError:

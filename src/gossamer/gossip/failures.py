@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -26,6 +27,8 @@ _BLOCKED_S = 1.0
 
 _WARN_S = 10.0
 """After how long a blocked rank logs a warning; again after twice as long, and so on."""
+
+_UNKNOWN = sys.maxsize
 
 _MOST_ASKED = 4
 """Of how many peers a blocked rank reads what they show."""
@@ -109,6 +112,12 @@ class FailureDetector:
             yield
         finally:
             self._place = replace(self._place, call="")
+
+    def has_made_all_calls(self) -> bool:
+        """Return whether no other rank is in a collective call that this one has not come to."""
+        ranks = range(self.board.size)
+        latest = self.board.ask(lambda: max(map(self.board.call_number, ranks)), _UNKNOWN)
+        return latest <= self._place.call_number
 
     def awaits(self, what: str, peers: tuple[int, ...]) -> None:
         """Note what is waited for next, on any thread, and who could end that wait."""

@@ -110,6 +110,17 @@ def shake_hands(board: NoticeBoard, facts: dict[str, str], remedy: str = "") -> 
     _raise_conclusion(board, remedy)
 
 
+def compare_later(board: NoticeBoard, facts: dict[str, str]) -> None:
+    """Raise where a rank that comes later was given something else than those who began."""
+    began: dict[str, str] = _read(board, "facts", "what others began with")
+    _raise_differences(
+        [
+            f"{field} is {theirs} on the others and {ours} on rank {board.rank}"
+            for field, (ours, theirs) in _differences(facts, began).items()
+        ]
+    )
+
+
 @contextlib.contextmanager
 def declining_on_error(*boards: NoticeBoard) -> Generator[None]:
     """Tell the others where this rank cannot start, so that they do not wait for it."""
@@ -163,7 +174,10 @@ def _conclude(board: NoticeBoard, reasons: list[str]) -> None:
 def _raise_conclusion(board: NoticeBoard, remedy: str) -> None:
     # Rank 0 waits as long for the others as they for it, and then has yet to say so.
     patience = 2 * board.timeout + _CONCLUDES_WITHIN
-    reasons = _read(board, "conclusion", "rank 0 to compare all ranks", patience)
+    _raise_differences(_read(board, "conclusion", "rank 0 to compare all ranks", patience), remedy)
+
+
+def _raise_differences(reasons: list[str], remedy: str = "") -> None:
     if reasons:
         shown = reasons[:_MOST_DIFFERENCES]
         more = len(reasons) - len(shown)

@@ -10,6 +10,11 @@ epoch; the store keeps the first proposal, and that is the decision. Nobody is a
 epoch who has not asked for it, so members are never left behind, and a worker that was stalled
 finds the decision that went without it.
 
+A worker that comes later asks beside the log. Members see that, and the first that comes to a step
+with nobody ahead of it ends the epoch, as if it had lost one. Whoever has asked is then a member of
+the next epoch, gets all that training has come to from a *donor*, and takes its first step with the
+others. What is left of an epoch in the store is removed when the second one after it begins.
+
 Without the store nobody can be a member: of a network that is cut, the side with the store goes on.
 """
 
@@ -42,6 +47,12 @@ _CLOSED_S = 0.25
 _ANSWER_S = 4.0
 """How long others have, or half the timeout: their threads answer while they compute."""
 
+_SEEN_S = 10.0
+"""How long members have to see that a worker asks to join: their threads look now and then."""
+
+_LOOKS_PER_JOIN = 4
+"""A look for those who ask comes once in so many for a log."""
+
 _READY_S = 1.0
 """How long a member that has waited for a decision may take to see it."""
 
@@ -52,8 +63,16 @@ STEP = "optimizer.step()"
 
 _ALARM = "other workers have lost one, and agree on who goes on"
 
+_NOTHING_LEFT = (
+    "a worker that joins needs one to get parameters from, and of those who had any nobody is "
+    "left; start the job again, from a checkpoint"
+)
+
 _MOST_IN_VAIN = 3
 """Epochs in a row that end where they began, before what fails is taken for the program."""
+
+CURRENT = "current"
+"""The key of the epoch that has begun last, and its members: who joins finds them there."""
 
 _Answer = TypeVar("_Answer")
 
@@ -72,6 +91,12 @@ class Arrival:
 
     call: str = ""
     """The collective call that it is in, or ``STEP`` where a step waits before its update."""
+
+    updated: bool = False
+    """Whether it is right behind the update of a step, before it has made any other call."""
+
+    joins: bool = False
+    """Whether it has nothing to go on from yet, and needs a donor."""
 
     calls_done: int = 0
     """How many collective calls it has done its part of."""
@@ -106,6 +131,12 @@ class Decision:
     gone: Mapping[int, str] = field(default_factory=dict[int, str])
     """Why others are no longer members."""
 
+    donors: Mapping[int, int] = field(default_factory=dict[int, int])
+    """For each member that joins, the one that it gets everything from."""
+
+    entry: int = 0
+    """The step that they begin with."""
+
     error: str = ""
     """Why there is no next epoch: what failed is the program, not a worker."""
 
@@ -117,7 +148,7 @@ class Membership:
     Args:
         store: where, on a part of it that no other gossip uses.
         member: what this worker is called, for ever.
-        members: of the first epoch.
+        members: of the first epoch; none where this worker comes later.
         timeout: how long a member may compute before it has to come.
     """
 
@@ -125,7 +156,8 @@ class Membership:
         self, store: Store, member: int, members: Sequence[int], timeout: timedelta
     ) -> None:
         # A connection of its own: while one waits for a key, nothing else can be asked on it.
-        self._store: Any = PrefixStore("members", clone(store))  # torch's types lack append
+        self._all = clone(store)
+        self._store: Any = PrefixStore("members", self._all)  # torch's types lack append
         self.member = member
         self.members = tuple(members)
         self.epoch = 0
@@ -133,9 +165,12 @@ class Membership:
         self._answer_s = min(_ANSWER_S, self._timeout_s / 2)
         self._ended = threading.Event()
         self._on_alarm: Callable[[str], None] = lambda reason: None
-        self._announced = self._arrived = -1
+        self._announced = self._arrived = self._asked = -1
+        self._arrival: Arrival | None = None
         self._last: Decision | None = None
         self._num_in_vain = 0
+        if self.members:
+            self._ask(lambda: self._store.compare_set(CURRENT, "", _current(0, self.members)))
         self._watcher = threading.Thread(target=self._watch, name="gossamer-members", daemon=True)
 
     # - While all goes well
@@ -153,6 +188,7 @@ class Membership:
     def _watch(self) -> None:
         pause_s = max(_LOOK_S, len(self.members) / _LOOKS_PER_S)
         said_at = 0.0
+        num_looks = 0
         while not self._ended.wait(pause_s):
             epoch = self.epoch
             if epoch == self._announced and self._arrived < epoch:
@@ -164,9 +200,22 @@ class Membership:
             elif self._announced < epoch:
                 # Whoever comes to agree will say that the store is gone, if it is.
                 with contextlib.suppress(RuntimeError):
+                    num_looks += 1
                     if self._store.check([f"{epoch}/log"]):
                         said_at = time.monotonic()
                         self._on_alarm(_ALARM)
+                    elif num_looks % _LOOKS_PER_JOIN == 0 and self._asked < epoch:
+                        self._look_for_joiners(epoch)
+
+    def _look_for_joiners(self, epoch: int) -> None:
+        if self._store.check([f"{epoch}/asked"]):
+            self._store.set(f"{epoch}/seen", "")
+            self._asked = epoch
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a worker asks to join, so that the next step should end the epoch."""
+        return self._asked == self.epoch
 
     def announce(self, epoch: int) -> None:
         """Say that this worker is there, though the epoch has failed."""
@@ -178,7 +227,7 @@ class Membership:
 
     def arrive(self, arrival: Arrival) -> None:
         """Ask for the next epoch."""
-        self._arrived = self.epoch
+        self._arrived, self._arrival = self.epoch, arrival
         self._ask(lambda: self._store.append(f"{self.epoch}/log", _line(here=asdict(arrival))))
 
     def agree(self) -> Decision:
@@ -190,9 +239,9 @@ class Membership:
         listener = _Listener(self._timeout_s, self._answer_s)
         pause_s = _FIRST_PAUSE_S
         while (decision := self._ask(self._decision)) is None:
-            log, left = self._ask(self._read)
+            log, left, asked = self._ask(self._read)
             listener.hear(log)
-            proposal = _propose(self.members, log, left, listener)
+            proposal = _propose(self.members, log, left, asked, listener)
             if proposal is not None:
                 self._ask(lambda proposal=proposal: self._decide(proposal))
                 continue
@@ -200,20 +249,82 @@ class Membership:
             pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
         if decision.error:
             raise ExchangeError(decision.error)
-        if self.member not in decision.members:
+        # What a worker that was stalled finds, or decides by itself where it finds nothing, is of
+        # no use when the epoch after that has ended, too.
+        is_past = self._ask(self._now)[0] > self.epoch + 1
+        is_out = is_past or self.member not in decision.members
+        if self._arrival is not None and self._arrival.joins:
+            if is_out:
+                return self.join(self._arrival)
+        elif is_out or self.member in decision.donors:
             why = decision.gone.get(self.member, "it was late")
             raise ExchangeError(
                 f"a member must answer in time, and the others went on without worker "
-                f"{self.member} at step {decision.step}: {why}; a worker that is gone cannot come "
-                "back, so allow a longer timeout where workers compute longer",
+                f"{self.member} at step {decision.step}: {why}; end this process, and start it "
+                "anew to let it join (`gossamer launch --restarts`). Where workers compute longer, "
+                "allow a longer timeout",
                 self.member,
             )
         self._check_progress(decision)
+        self._enter(decision)
+        return decision
+
+    def _enter(self, decision: Decision) -> None:
         # Until there are connections to break off, nobody is to be told of an alarm.
         self._on_alarm = lambda reason: None
-        self.members = decision.members
-        self.epoch += 1
-        return decision
+        before, after = (self.epoch, self.members), (self.epoch + 1, decision.members)
+        self._ask(lambda: self._store.compare_set(CURRENT, _current(*before), _current(*after)))
+        self.epoch, self.members = after
+
+    # - When this worker comes later
+
+    def join(self, arrival: Arrival) -> Decision:
+        """Ask for membership until an epoch begins with this worker; return how it begins.
+
+        Raises:
+            ExchangeError: nobody answers in time, or training has ended.
+        """
+        deadline = time.monotonic() + 2 * self._timeout_s + _SEEN_S
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            self.epoch, self.members = self._ask(self._now)
+            epoch = self.epoch
+            line = _line(here=asdict(arrival))
+            self._ask(lambda epoch=epoch, line=line: self._store.append(f"{epoch}/asked", line))
+            asked_at = time.monotonic()
+            while True:
+                decision = self._ask(self._decision)
+                if decision is not None or self._ask(self._now)[0] > epoch:
+                    break
+                self._check_answer(asked_at, deadline)
+                time.sleep(pause_s)
+                pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+            if decision is None or self._ask(self._now)[0] > epoch + 1:
+                continue  # it was past when this worker asked
+            if self.member in decision.donors:
+                self._enter(decision)
+                return decision
+            if self.member in decision.members:
+                raise ExchangeError(
+                    f"a worker joins once, and worker {self.member} is a member already, of "
+                    f"{decision.members}; start another one with a number of its own"
+                )
+
+    def _check_answer(self, asked_at: float, deadline: float) -> None:
+        """Raise where nobody will let this worker in."""
+        left = {line["left"]: line["why"] for line in self._ask(self._read)[1]}
+        waited_s = time.monotonic() - asked_at
+        if all(member in left for member in self.members):
+            reason = f"they have ended: worker {self.members[0]} {left[self.members[0]]}"
+        elif waited_s > _SEEN_S and not self._ask(lambda: self._store.check([self._key("seen")])):
+            reason = f"none of them has seen that within {_SEEN_S:g} s: they are gone, or stalled"
+        elif time.monotonic() > deadline:
+            reason = f"none of them came to a step within {waited_s:.0f} s"
+        else:
+            return
+        raise ExchangeError(
+            f"worker {self.member} asked to join workers {self.members}, and {reason}"
+        )
 
     def _check_progress(self, decision: Decision) -> None:
         """Raise where epoch after epoch ends as it began; all members see the same decisions."""
@@ -253,6 +364,8 @@ class Membership:
             alarm: whether they wait for it, and must be told at once.
         """
         self._ended.set()
+        if self.member not in self.members:  # others have not waited for it
+            return
         with contextlib.suppress(RuntimeError):
             self._ask(
                 lambda: self._store.append(f"{self.epoch}/left", _line(left=self.member, why=why))
@@ -260,20 +373,41 @@ class Membership:
             if alarm:
                 self._ask(lambda: self._store.append(f"{self.epoch}/log", _line(alive=self.member)))
 
+    def discard_past(self) -> None:
+        """Remove from the store what the epochs before the last one have left there.
+
+        Nobody asks for it, because all members have been in that one; ``agree`` says what becomes
+        of a worker that was stalled and has not.
+        """
+        with contextlib.suppress(RuntimeError):
+            for key in self._ask(self._all.list_keys):
+                if _is_past(key, self.epoch):
+                    self._ask(lambda key=key: self._all.delete_key(key))
+
+    def _key(self, name: str) -> str:
+        return f"{self.epoch}/{name}"
+
+    def _now(self) -> tuple[int, tuple[int, ...]]:
+        """Return the epoch that has begun last, and its members."""
+        epoch, members = json.loads(self._store.get(CURRENT))
+        return epoch, tuple(members)
+
     def _decision(self) -> Decision | None:
-        key = f"{self.epoch}/decision"
+        key = self._key("decision")
         if not self._store.check([key]):
             return None
         said: dict[str, Any] = json.loads(self._store.get(key))
         said["members"] = tuple(said["members"])  # a list in JSON, whose keys are strings
-        said["gone"] = {int(member): why for member, why in said["gone"].items()}
+        for field_name in ("gone", "donors"):
+            said[field_name] = {int(member): of for member, of in said[field_name].items()}
         return Decision(**said)
 
     def _decide(self, proposal: Decision) -> None:
-        self._store.compare_set(f"{self.epoch}/decision", "", json.dumps(asdict(proposal)))
+        self._store.compare_set(self._key("decision"), "", json.dumps(asdict(proposal)))
 
-    def _read(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        return self._lines(f"{self.epoch}/log"), self._lines(f"{self.epoch}/left")
+    def _read(self) -> tuple[list[dict[str, Any]], ...]:
+        """Return the log, who has left, and who asks to join."""
+        return tuple(self._lines(self._key(name)) for name in ("log", "left", "asked"))
 
     def _lines(self, key: str) -> list[dict[str, Any]]:
         text = self._store.get(key).decode() if self._store.check([key]) else ""
@@ -347,6 +481,23 @@ def clone(store: Store) -> Store:
     return untyped.clone()
 
 
+def _current(epoch: int, members: tuple[int, ...]) -> str:
+    return json.dumps([epoch, members])
+
+
+def _is_past(key: str, epoch: int) -> bool:
+    """Whether a key is of an epoch before the last one.
+
+    >>> [_is_past(key, 2) for key in ("members/0/log", "members/1/log", "members/current", "facts")]
+    [True, False, False, False]
+    """
+    kind, _, rest = key.partition("/")
+    number = rest.partition("/")[0]
+    if kind in ("members", "epoch"):
+        return number.isdecimal() and int(number) < epoch - 1
+    return epoch > 1 and key != "facts"  # all else is of the first
+
+
 def _line(**said: Any) -> str:
     return json.dumps(said) + "\n"
 
@@ -355,6 +506,7 @@ def _propose(
     members: tuple[int, ...],
     log: Sequence[Mapping[str, Any]],
     left: Sequence[Mapping[str, Any]],
+    asked: Sequence[Mapping[str, Any]],
     listener: _Listener,
 ) -> Decision | None:
     """Return the next epoch, as far as one can tell; None where that is too early."""
@@ -370,6 +522,11 @@ def _propose(
     here = [arrivals[member] for member in members if member in arrivals and member not in gone]
     if not here:
         return None
+    joining = {arrival.member for arrival in (*_arrivals(asked).values(), *here) if arrival.joins}
+    here = [arrival for arrival in here if not arrival.joins]
+    if not here:
+        return Decision(members=(), step=0, calls_done=0, error=_NOTHING_LEFT)
+    joining -= {arrival.member for arrival in here}
     error = ""
     # The first to arrive saw what happened first: others see that it let go of its connections.
     if len(here) == len(members) and next(iter(arrivals.values())).timed_out:
@@ -377,13 +534,39 @@ def _propose(
         if (unreachable := _unreachable(here)) is not None:
             gone[unreachable] = "another member cannot connect with it, though both are there"
             here = [arrival for arrival in here if arrival.member != unreachable]
+    entry = _entry(here)
+    donors = {} if entry is None else {member: _donor(here, member) for member in sorted(joining)}
     return Decision(
-        members=tuple(arrival.member for arrival in here),
+        members=tuple(sorted([*donors, *(arrival.member for arrival in here)])),
         step=max(arrival.step for arrival in here),
         calls_done=min(arrival.calls_done for arrival in here),
         gone={member: why for member, why in gone.items() if member in members},
+        donors=donors,
+        entry=entry or 0,
         error=error,
     )
+
+
+def _entry(here: Sequence[Arrival]) -> int | None:
+    """Return the step that a worker can begin with and make the same calls as the others.
+
+    It comes from its own beginning right before the update of a step. So it makes no call that
+    comes before that update, and all calls after it. Where the first of the others waits before an
+    update, too, all calls up to there are made. Where it is right behind one, a worker that joins
+    begins one step earlier. Where it is in a call that others have yet to make, there is no step.
+    """
+    last = max(arrival.step for arrival in here)
+    first = [arrival for arrival in here if arrival.step == last]
+    if any(arrival.call == STEP for arrival in first):
+        return last
+    return last - 1 if all(arrival.updated for arrival in first) else None
+
+
+def _donor(here: Sequence[Arrival], joiner: int) -> int:
+    """Return the member that a joiner gets everything from: the one before it that is ahead."""
+    last = max(arrival.step for arrival in here)
+    ahead = [arrival.member for arrival in here if arrival.step == last]
+    return max((member for member in ahead if member < joiner), default=ahead[-1])
 
 
 def _arrivals(log: Sequence[Mapping[str, Any]]) -> dict[int, Arrival]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import final
 
 import torch
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 
 from gossamer.gossip.collectives import Collectives
 from gossamer.gossip.connections import Connections
@@ -19,6 +20,14 @@ from gossamer.topology import Round, Schedule
 
 _SHUTDOWN_S = 10.0
 """How long an interpreter may take to shut down."""
+
+_TAG = 1 << 29
+"""Of messages that are no part of a round."""
+
+_PART_BYTES = 2**26
+"""The most that one wait, and so one timeout, is for."""
+
+_DIGEST_BYTES = 32
 
 MOST_ROUNDS_CONNECTED = 64
 """Of a schedule with a period: more would cost too many sockets. All ranks compare as many, for
@@ -32,6 +41,10 @@ def rounds_to_connect(schedule: Schedule) -> Iterable[Round]:
     """
     period = schedule.period or 0
     return map(schedule.round, range(period)) if period <= MOST_ROUNDS_CONNECTED else ()
+
+
+def _header(num_bytes: int, digest: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(num_bytes.to_bytes(8, "little") + digest), dtype=torch.uint8)
 
 
 @final
@@ -69,6 +82,45 @@ class Network:
                 self._connections.drop()
             raise
         self._connections.allow_computation()
+
+    # - Bytes from one rank to another
+
+    def send(self, data: bytes, receiver: int) -> None:
+        """Send bytes to a rank, which must be in ``receive``; returns when it has taken them."""
+        digest = hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
+        header = _header(len(data), digest)
+        content = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        lane = self._open_lane(self.rank, receiver)
+        for part in (header, *content.split(_PART_BYTES)):
+            what = f"rank {receiver} to take what it joins with"
+            self._wait(lambda part=part: lane.send([part], 1, _TAG), what, receiver)
+
+    def receive(self, sender: int) -> bytes:
+        """Return the bytes that a rank sends by ``send``.
+
+        Raises:
+            ExchangeError: they did not come, or are not what was sent.
+        """
+        lane = self._open_lane(sender, self.rank)
+        what = f"what rank {sender} gives to one that joins"
+        header = torch.empty_like(_header(0, bytes(_DIGEST_BYTES)))
+        self._wait(lambda: lane.recv([header], 0, _TAG), what, sender)
+        raw = header.numpy().tobytes()
+        content = torch.empty(int.from_bytes(raw[:8], "little"), dtype=torch.uint8)
+        for part in content.split(_PART_BYTES):
+            self._wait(lambda part=part: lane.recv([part], 0, _TAG), what, sender)
+        data = content.numpy().tobytes()
+        if hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest() != raw[8:]:
+            raise self.detector.failure(what, (sender,), RuntimeError("its digest is another"))
+        return data
+
+    def _open_lane(self, sender: int, receiver: int) -> ProcessGroup:
+        self._connections.open_lanes(frozenset({(sender, receiver)}))
+        return self._connections.lane(sender, receiver)
+
+    def _wait(self, work: Callable[[], Work], what: str, peer: int) -> None:
+        with self.detector.blocked():
+            self._connections.begin(work, what, (peer,))()
 
     def close(self) -> None:
         """Leave all groups, when gathers in flight have ended; no exchange may be."""

@@ -76,9 +76,10 @@ class NoticeBoard:
     Args:
         process_group: gives rank, size and store.
         timeout: how long ranks wait for each other.
+        serial: of the gossip, where that began before.
     """
 
-    def __init__(self, process_group: ProcessGroup, timeout: timedelta) -> None:
+    def __init__(self, process_group: ProcessGroup, timeout: timedelta, serial: int = 0) -> None:
         self.rank, self.size = process_group.rank(), process_group.size()
         self.timeout = timeout
         self.search_s = min(_SEARCH_S, timeout.total_seconds() / 2)
@@ -86,7 +87,7 @@ class NoticeBoard:
         # Starting a gossip is a collective call, so its number among those that this rank has
         # started is the same on all ranks.
         store = process_group.get_group_store()
-        serial = store.add(f"gossamer/opened/{self.rank}", 1)
+        serial = serial or store.add(f"gossamer/opened/{self.rank}", 1)
         self.store = PrefixStore(f"gossamer/{serial}", store)
         self._threads: list[threading.Thread] = []
 
@@ -128,6 +129,10 @@ class NoticeBoard:
     def call_of(self, rank: int) -> str:
         """Return the collective call that a rank began last, with its number."""
         return self._get(f"call/{rank}")
+
+    def call_number(self, rank: int) -> int:
+        """Return how many collective calls a rank has begun."""
+        return int(self.call_of(rank).partition(" ")[0] or 0)
 
     def discard(self) -> None:
         """Say that this rank asks and tells nothing more; the last rank to do so removes all keys.

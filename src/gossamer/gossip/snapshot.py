@@ -21,7 +21,7 @@ from typing import Any, TypeAlias, cast, final
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, load_file, save, save_file
 from torch import Tensor, nn
 
 from gossamer.errors import UserError
@@ -58,12 +58,10 @@ class DamagedError(Exception):
 
 def write(path: Path, state: StateDict) -> int:
     """Write a state to a file, through to the disk; return its checksum."""
-    packer = _Packer()
-    structure = json.dumps(packer.pack(state, ())).encode()
-    packer.tensors[_STRUCTURE] = torch.frombuffer(bytearray(structure), dtype=torch.uint8)
+    tensors = _tensors_of(state)
     path.unlink(missing_ok=True)  # what is there may be a pipe, or a link to elsewhere
     try:
-        save_file(_disjoint(packer.tensors), path)
+        save_file(tensors, path)
         with path.open("rb+") as file:
             os.fsync(file.fileno())
         return checksum_of(path)
@@ -71,7 +69,7 @@ def write(path: Path, state: StateDict) -> int:
         path.unlink(missing_ok=True)  # half of it would only take room
         raise OSError(
             getattr(error, "errno", None) or errno.EIO,  # safetensors keeps the number in words
-            f"a state of {sum(tensor.nbytes for tensor in packer.tensors.values()):,} bytes must "
+            f"a state of {sum(tensor.nbytes for tensor in tensors.values()):,} bytes must "
             f"be written to {path}, got {error}; free room on the disk, or choose another folder",
         ) from error
 
@@ -88,12 +86,33 @@ def read(path: Path, checksum: int) -> Any:
         raise DamagedError(f"{path} must have the checksum {checksum:015x}, got {found:015x}")
     try:
         # Not mapped: what is loaded must outlive the file, in memory aligned as any tensor's.
-        tensors = load_file(path, backend="pread")
-        return _unpack(json.loads(tensors.pop(_STRUCTURE).numpy().tobytes()), tensors)
+        return _state_of(load_file(path, backend="pread"))
     except OSError:
         raise
     except Exception as error:  # of safetensors, JSON, torch: whatever a file that is none raises
         raise DamagedError(f"{path} holds no state: {type(error).__name__}: {error}") from error
+
+
+def to_bytes(state: StateDict) -> bytes:
+    """Return what a file of a state would hold."""
+    return save(_tensors_of(state))
+
+
+def from_bytes(data: bytes) -> Any:
+    """Return the state that ``to_bytes`` made these of, on the CPU."""
+    return _state_of(load(data))
+
+
+def _tensors_of(state: StateDict) -> dict[str, Tensor]:
+    """Return all of a state as tensors that safetensors takes."""
+    packer = _Packer()
+    structure = json.dumps(packer.pack(state, ())).encode()
+    packer.tensors[_STRUCTURE] = torch.frombuffer(bytearray(structure), dtype=torch.uint8)
+    return _disjoint(packer.tensors)
+
+
+def _state_of(tensors: dict[str, Tensor]) -> Any:
+    return _unpack(json.loads(tensors.pop(_STRUCTURE).numpy().tobytes()), tensors)
 
 
 def _equally(state: StateDict) -> Callable[[Place], float]:

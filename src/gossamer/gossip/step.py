@@ -41,6 +41,7 @@ class Step:
         epochs: what it works on, with whom, and what is in flight between steps.
         guard: who sees parameters that are not what is sent.
         wrappers: who sees that gradients are averaged, too.
+        num_steps: that others have taken, where this worker comes later.
     """
 
     def __init__(
@@ -50,8 +51,9 @@ class Step:
         epochs: Epochs,
         guard: Guard,
         wrappers: WrapperWatch,
+        num_steps: int = 0,
     ) -> None:
-        self.num_steps = 0
+        self.num_steps = num_steps
         """Steps taken so far."""
         self.last_norms: FloatArray | None = None
         self.norms_step = 0
@@ -141,6 +143,7 @@ class Step:
     @torch.no_grad()
     def _before_first_update(self) -> None:
         def begin() -> None:
+            self._epochs.admit()
             if not self._is_behind:
                 self._context.source.before_update(self.num_steps)
             self._algorithm.before_update(self._context, self.num_steps)
@@ -191,7 +194,7 @@ class Step:
         with torch.no_grad():
             if updated:
                 self._algorithm.abandon(self._context)
-            decision = self._epochs.advance(error, self.num_steps + updated, call)
+            decision = self._epochs.advance(error, self.num_steps + updated, call, updated=updated)
             self._algorithm.restart(self._context)
         return decision
 

@@ -53,8 +53,12 @@ class Stats:
     failures: int = 0
     """How often training went on without workers that were lost."""
 
+    joins: int = 0
+    """How often workers came to those who trained."""
+
     recovery_s: float = 0.0
-    """Time from when this rank saw that until it was connected with those who were left."""
+    """Time from when this rank saw that until it was connected with those who were left,
+    or had joined."""
 
     @property
     def exposed_per_step_s(self) -> float:
@@ -93,6 +97,7 @@ class Telemetry:
     mean_moved: int = 0
     undecoded: Counter[int] = field(default_factory=Counter[int])
     failures: int = 0
+    joins: int = 0
     recovery_s: float = 0.0
 
     def count(self, messages: int, num_bytes: int) -> None:
@@ -117,5 +122,6 @@ class Telemetry:
             mean_moved=self.mean_moved,
             undecoded=dict(self.undecoded),
             failures=self.failures,
+            joins=self.joins,
             recovery_s=self.recovery_s,
         )

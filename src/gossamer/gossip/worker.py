@@ -19,6 +19,7 @@ from torch.profiler import record_function
 from gossamer.errors import UserError
 from gossamer.gossip.epochs import Epochs, without_frames
 from gossamer.gossip.failures import ExchangeError
+from gossamer.gossip.membership import STEP
 from gossamer.gossip.mixer import Mixer, MixerState
 from gossamer.gossip.model_state import ModelState
 from gossamer.gossip.network import Network
@@ -132,7 +133,7 @@ class Worker:
                 if not self.epochs.takes(error):
                     raise
                 failure = without_frames(error)
-            self.step.recover(failure)
+            self.step.recover(failure, STEP)
         return [value]
 
     def check_ready(self, call: str) -> None:
