@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -45,6 +46,7 @@ ALGORITHMS = [
     Run("quasi_global", "sgd"),
     Run("awc", "sgd", "ring", control="constant(c=0.25)"),
 ]
+IN_TURN = Run("awc", "sgd", num_steps=8, options=(("fragments", 3),))
 
 
 def name_of(run: Run) -> str:
@@ -87,6 +89,28 @@ def test_two_nodes_of_three_equal_the_simulation(six: ProcessPool, run: Run) -> 
 def test_every_algorithm_mixes_shards(pool: ProcessPool, run: Run) -> None:
     """What an algorithm keeps is of local shards, and a control sees sketches of the whole."""
     check(pool, run, 2)
+
+
+def test_fragments_of_shards(pool: ProcessPool) -> None:
+    """Each exchange is of some shards, and copies of these alone are made."""
+    results = pool.run(sharded_ranks.train, IN_TURN)
+    whole = pool.run(sharded_ranks.train, Run("awc", "sgd", num_steps=8))
+    assert all(a["bytes"] < 0.7 * b["bytes"] for a, b in zip(results, whole, strict=True))
+    assert torch.equal(results[0]["vector"], results[1]["vector"])
+    assert 0 < results[0]["distance"] < 10 * whole[0]["distance"]
+
+
+@pytest.mark.parametrize("wire", ["bf16", "modulo(bits=8)"])
+def test_shards_in_few_bits(pool: ProcessPool, wire: str) -> None:
+    """Buckets are copies of shards, and few bits of them travel: near what travels in full."""
+    run = Run("awc", "sgd")
+    coded = pool.run(sharded_ranks.train, replace(run, options=(("wire", wire),)))
+    full = pool.run(sharded_ranks.train, run)
+    for one, other in zip(coded, full, strict=True):
+        assert one["bytes"] < 0.7 * other["bytes"]
+        torch.testing.assert_close(one["vector"], other["vector"], rtol=0, atol=0.05)
+        torch.testing.assert_close(one["average"], other["average"], rtol=0, atol=0.02)
+    assert torch.equal(coded[0]["vector"], coded[1]["vector"])
 
 
 def test_evaluation_between_steps_changes_nothing(pool: ProcessPool) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,6 +51,21 @@ def test_slices_change_nothing(pool: ProcessPool, run: Run) -> None:
         np.testing.assert_allclose(ours["sketches"], theirs["sketches"], rtol=0, atol=1e-12)
         expected = vector_of(sim.worker(rank // 2))
         torch.testing.assert_close(ours["after"][-1], expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("options", [{"wire": "modulo(bits=8)"}, {"wire": "bf16", "fragments": 2}])
+def test_slices_in_few_bits(pool: ProcessPool, options: dict[str, Any]) -> None:
+    """Local ranks hold the same bits after every step, near those of slices in full."""
+    run = Run("awc", "sgd", num_steps=8)
+    coded = pool.run(sliced_ranks.train, replace(run, options=tuple(options.items())), True)
+    full = pool.run(sliced_ranks.train, run, True)
+    for first, second in (coded[:2], coded[2:]):
+        for mine, theirs in zip(first["after"], second["after"], strict=True):
+            assert torch.equal(mine, theirs)
+    for one, other in zip(coded, full, strict=True):
+        assert one["bytes"] < 0.7 * other["bytes"]
+        assert one["restored"]
+        torch.testing.assert_close(one["average"], other["average"], rtol=0, atol=0.05)
 
 
 def test_a_node_sends_one_copy(pool: ProcessPool) -> None:

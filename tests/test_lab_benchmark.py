@@ -4,6 +4,7 @@ import io
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import pytest
 from rich.console import Console
 
 from benchmarks.cluster.report import rows, table
+from benchmarks.race.__main__ import Results
 from benchmarks.race.report import Point, seconds_to
+from benchmarks.race.worker import Task as Race
 from gossamer.errors import UserError
 from gossamer.lab import Cluster, one_switch
 
@@ -28,6 +31,21 @@ def sample(method: str, round_: int, rank: int, ms: float, sent: float = 0.0) ->
         "cpu_ms": 3.0,
         "peak_mb": 100.0 + rank,
     }
+
+
+RACE = Race(
+    methods=["ddp", "gossamer"],
+    workload="stdlib-gpt",
+    steps=4,
+    most_steps=6,
+    target=None,
+    evaluate_every=2,
+    batch=1,
+    lr=1e-3,
+    compute_ms=0.0,
+    seed=0,
+    timeout_s=1.0,
+)
 
 
 def test_a_race_is_to_the_loss_of_ddp() -> None:
@@ -106,3 +124,19 @@ def test_the_benchmark_measures_and_survives_a_failing_method(tmp_path: Path) ->
     assert 6.0 < found["local"]["ms_per_step"] < found["ddp"]["ms_per_step"]
     # A ring all-reduce on three hosts sends 4/3 of the gradients, in frames.
     assert found["ddp"]["bytes_per_step"] == pytest.approx(1e5 * 4 * 4 / 3 * 1.05, rel=0.1)
+
+
+def test_a_race_goes_on_where_it_was_ended(tmp_path: Path) -> None:
+    """Methods that came to their end are not run again, and DDP's loss is what others race to."""
+    path = tmp_path / "race.jsonl"
+    results = Results(RACE, path)
+    for step, loss in ((0, 5.0), (4, 3.0)):
+        results.add(Point("1mbit", "ddp", step, 2.0 * step, loss))
+    results.end("1mbit", "ddp")
+    results.add(Point("1mbit", "gossamer", 0, 0.0, 5.0))  # and then it was killed
+    left = Results(RACE, path).left_of("1mbit")
+    assert (left.methods, left.target) == (["gossamer"], 3.0)
+    assert Results(RACE, path).left_of("2mbit") == RACE
+    assert [point.step for point in Results(RACE, path).of_ended()] == [0, 4]
+    with pytest.raises(UserError, match="results of the same setting"):
+        Results(replace(RACE, lr=1.0), path)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gossamer.errors import UserError
 from gossamer.wire import (
     WIRES,
     Arrival,
@@ -17,6 +18,7 @@ from gossamer.wire import (
     Differences,
     Fate,
     Outbox,
+    Packing,
     load_outboxes,
     parse_wire,
 )
@@ -265,3 +267,15 @@ def test_ranges_of_other_buckets_are_not_taken(caplog: pytest.LogCaptureFixture)
     assert "another bucket_mb: ranges start anew" in caplog.text
     for outbox, numel in zip(anew, others, strict=True):
         assert torch.equal(outbox.state_dict()["start"], torch.ones(numel))
+
+
+def test_fragments_that_fit_are_made() -> None:
+    """Beside one large tensor small ones get buckets of their own; nothing is lost or repeated."""
+    sizes = [1000, 100, 100, 100, 0]
+    packing = Packing([torch.zeros(n) for n in sizes], bucket_mb=25, fragments=3)
+    turns = [packing.at(step) for step in range(3)]
+    assert sorted(bucket for turn in turns for bucket in turn) == [*range(len(packing.buckets))]
+    assert sorted(i for bucket in packing.buckets for i in bucket) == [*range(5)]
+    assert packing.at(3) == turns[0]
+    with pytest.raises(UserError, match="fragments=5 need as many parameters, got 4"):
+        Packing([torch.zeros(n) for n in sizes], bucket_mb=25, fragments=5)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from benchmarks.cluster.run import console, environment, start
-from benchmarks.race.methods import METHODS
-from benchmarks.race.report import Point, draw, table
-from benchmarks.race.worker import POINT, Task
+from benchmarks.race.methods import METHODS, REFERENCE
+from benchmarks.race.report import Point, draw, draw_bars, table
+from benchmarks.race.worker import END, POINT, Task
 from gossamer.errors import UserError
 from gossamer.lab import Cluster, HostFailed, one_switch
 
@@ -26,38 +26,109 @@ def main(  # noqa: PLR0913 - one parameter per option
         "stdlib-gpt"
     ),
     steps: Annotated[int, typer.Option(help="Of DDP; its loss then is what others race to.")] = 200,
-    stretch: Annotated[float, typer.Option(help="Steps of all, in those of DDP.")] = 1.5,
-    evaluate_every: Annotated[int, typer.Option(help="Steps from point to point.")] = 10,
+    stretch: Annotated[float, typer.Option(help="Steps of others, in those of DDP.")] = 1.5,
+    evaluate_every: Annotated[int, typer.Option(help="Steps from point to point.")] = 20,
     batch: Annotated[int, typer.Option(help="Samples per host and step.")] = 4,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 2e-3,
     compute_ms: Annotated[float, typer.Option(help="Emulated compute per step.")] = 100.0,
     seed: Annotated[int, typer.Option(help="Of model and samples.")] = 0,
     method: Annotated[list[str] | None, typer.Option(help="Only this; repeatable.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="JSON lines.")] = None,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", help="JSON lines, as they come; what is in it is not run again."),
+    ] = None,
     page: Annotated[Path | None, typer.Option(help="Write curves: .html, .png or .svg.")] = None,
+    figure: Annotated[Path | None, typer.Option(help="Write bars of times to the loss.")] = None,
 ) -> None:
     """Train by each method, and say when it has the loss that DDP has at its end."""
     task = Task(
         methods=_methods(method or list(METHODS)),
         workload=workload,
-        steps=round(steps * stretch),
+        steps=steps,
+        most_steps=round(steps * stretch),
+        target=None,
         evaluate_every=evaluate_every,
         batch=batch,
         lr=lr,
         compute_ms=compute_ms,
         seed=seed,
-        timeout_s=1800.0,
+        timeout_s=900.0,
     )
-    points: list[Point] = []
+    results = Results(task, json_file)
     for each in rate or ["300mbit", "100mbit"]:
-        points += _race(task, hosts, each)
-    if json_file is not None:
-        lines = [{"kind": "run", **environment(), **asdict(task)}]
-        lines += [{"kind": "point", **point._asdict()} for point in points]
-        json_file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    console.print(table(points, steps))
+        _race(results.left_of(each), hosts, each, results)
+    points = results.of_ended()
+    console.print(table(points))
     if page is not None:
         draw(points, page)
+    if figure is not None:
+        draw_bars(points, figure)
+
+
+class Results:
+    """Points of methods, in a file as they come.
+
+    Args:
+        task: what is run; a file must be of the same.
+        path: of the file; None keeps them in memory.
+    """
+
+    def __init__(self, task: Task, path: Path | None) -> None:
+        self._points: list[Point] = []
+        self._task = task
+        self._path = path
+        self._ended: set[tuple[str, str]] = set()
+        setting = {k: v for k, v in asdict(task).items() if k not in ("methods", "target")}
+        lines = path.read_text().splitlines() if path is not None and path.exists() else []
+        found = [json.loads(line) for line in lines]
+        if found and found[0]["setting"] != setting:
+            raise UserError(
+                f"{path} must hold results of the same setting, got {found[0]['setting']} where "
+                f"this is {setting}; name another file"
+            )
+        for line in found[1:]:
+            fields = {k: v for k, v in line.items() if k != "kind"}
+            if line["kind"] == "end":
+                self._ended.add((line["rate"], line["method"]))
+            else:
+                self._points.append(Point(**fields))
+        self._points = self.of_ended()
+        if not found:
+            self._write({"kind": "run", **environment(), "setting": setting})
+
+    def of_ended(self) -> list[Point]:
+        """Return the points of those that came to their end, method by method."""
+        return [
+            point
+            for method in METHODS
+            for point in self._points
+            if point.method == method and (point.rate, method) in self._ended
+        ]
+
+    def left_of(self, rate: str) -> Task:
+        """Return what has not been run at a rate."""
+        left = [name for name in self._task.methods if (rate, name) not in self._ended]
+        losses = [p.loss for p in self._points if (p.rate, p.method) == (rate, REFERENCE)]
+        return replace(self._task, methods=left, target=losses[-1] if losses else None)
+
+    def add(self, point: Point) -> None:
+        """Take a point."""
+        self._points.append(point)
+        self._write({"kind": "point", **point._asdict()})
+
+    def end(self, rate: str, method: str) -> None:
+        """Take that a method came to its end."""
+        self._ended.add((rate, method))
+        self._write({"kind": "end", "rate": rate, "method": method})
+        last = [p for p in self._points if (p.rate, p.method) == (rate, method)][-1]
+        console.print(
+            f"{rate} {method}: {last.loss:.3f} in {last.step} steps, {last.seconds:.1f} s"
+        )
+
+    def _write(self, line: dict[str, object]) -> None:
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
 
 
 def _methods(names: list[str]) -> list[str]:
@@ -70,25 +141,25 @@ def _methods(names: list[str]) -> list[str]:
     return names
 
 
-def _race(task: Task, hosts: int, rate: str) -> list[Point]:
-    points: list[Point] = []
+def _race(task: Task, hosts: int, rate: str, results: Results) -> None:
+    if not task.methods:
+        return
 
     def collect(host: str, line: str) -> None:
-        if not line.startswith(POINT):
+        if line.startswith(POINT):
+            results.add(Point(rate, **json.loads(line.removeprefix(POINT))))
+        elif line.startswith(END):
+            results.end(rate, json.loads(line.removeprefix(END)))
+        else:
             console.print(f"[{host}] {line}", markup=False)
-            return
-        found = Point(rate, **json.loads(line.removeprefix(POINT)))
-        points.append(found)
-        if found.step == task.steps:
-            console.print(f"{rate} {found.method}: {found.loss:.3f} in {found.seconds:.1f} s")
 
     command = [sys.executable, "-m", "benchmarks.race.worker", task.to_json()]
+    quiet = {"OMP_NUM_THREADS": "1", "LOGURU_LEVEL": "WARNING"}
     with Cluster(one_switch(hosts, rate)) as cluster:
         try:
-            cluster.run(command, environment={"OMP_NUM_THREADS": "1"}, sink=collect)
+            cluster.run(command, environment=quiet, sink=collect)
         except HostFailed as error:
             console.print(str(error), markup=False)
-    return points
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
@@ -33,7 +34,7 @@ def adamw(parameters: Iterable[Tensor], lr: float) -> Optimizer:
     return AdamW(parameters, lr=lr, betas=_BETAS, weight_decay=_DECAY)
 
 
-def accum_adamw(parameters: Iterable[Tensor], lr: float) -> Optimizer:
+def accum_adamw(parameters: Iterable[Tensor], lr: float) -> AccumAdamW:
     """Return the optimizer of gossip."""
     return AccumAdamW(parameters, lr=lr, betas=_BETAS, weight_decay=_DECAY)
 
@@ -55,9 +56,10 @@ def ddp(
     lr: float,
     *,
     hook: Callable[[DistributedDataParallel], None] | None = None,
+    bucket_mb: int | None = None,
 ) -> Step:
     """Torch's DistributedDataParallel, with a hook or without."""
-    wrapped = DistributedDataParallel(model)
+    wrapped = DistributedDataParallel(model, bucket_cap_mb=bucket_mb)
     if hook is not None:
         hook(wrapped)
     return ordinary(wrapped, loss, adamw(wrapped.parameters(), lr))
@@ -88,7 +90,9 @@ def decent_dp(model: nn.Module, loss: Loss, lr: float, *, topology: str) -> Step
     from decent_dp.ddp import DecentralizedDataParallel  # pyright: ignore[reportMissingImports]
 
     def optimizer(params: list[tuple[str, Tensor]]) -> Optimizer:
-        return accum_adamw((param for _, param in params), lr)
+        chosen = accum_adamw((param for _, param in params), lr)
+        chosen.set_num_workers(dist.get_world_size())  # as gossip tells it
+        return chosen
 
     wrapped = DecentralizedDataParallel(model, optimizer, topology=topology, _local_world_size=1)
 
@@ -99,7 +103,7 @@ def decent_dp(model: nn.Module, loss: Loss, lr: float, *, topology: str) -> Step
 
 
 def gossip(model: nn.Module, loss: Loss, lr: float, **options: Any) -> Step:
-    """Gossamer, overlapped, as one line in an ordinary loop."""
+    """Gossamer as one line in an ordinary loop; overlapped (awc), where nothing else is said."""
     optimizer = accum_adamw(model.parameters(), lr)
     gossamer.decentralize(model, optimizer, "one_peer_exponential", **options)
     return ordinary(model, loss, optimizer)
@@ -108,11 +112,15 @@ def gossip(model: nn.Module, loss: Loss, lr: float, **options: Any) -> Step:
 METHODS: dict[str, Setup] = {
     REFERENCE: ddp,
     "ddp(bf16)": partial(ddp, hook=cluster.hook_bf16),
-    "ddp(power_sgd rank 4)": partial(ddp, hook=partial(cluster.hook_power_sgd, rank=4)),
+    # In one bucket: over Gloo the collectives of two come in another order on another rank.
+    "ddp(power_sgd rank 4)": partial(
+        ddp, hook=partial(cluster.hook_power_sgd, rank=4), bucket_mb=1000
+    ),
     "post_local_sgd(h=4)": partial(post_local, period=4),
     "diloco(h=16)": partial(diloco, period=16),
     "decent_dp(one-peer-exp)": partial(decent_dp, topology="one-peer-exp"),
     "gossamer": gossip,
     "gossamer(8 bits)": partial(gossip, wire="modulo(bits=8)"),
     "gossamer(4 bits)": partial(gossip, wire="modulo(bits=4)"),
+    "gossamer(4 bits, atc)": partial(gossip, wire="modulo(bits=4)", algorithm="atc"),
 }

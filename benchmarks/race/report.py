@@ -11,6 +11,8 @@ from rich.table import Table
 from benchmarks.race.methods import REFERENCE
 from gossamer import picture
 
+_OURS = picture.PALETTE[0]
+
 
 class Point(NamedTuple):
     """Where a method was."""
@@ -40,25 +42,33 @@ def seconds_to(points: Sequence[Point], loss: float) -> float | None:
     return None
 
 
-def table(points: Sequence[Point], reference_steps: int) -> Table:
-    """Return who takes how long to the loss that DDP has after so many steps."""
+def table(points: Sequence[Point]) -> Table:
+    """Return who takes how long to the loss that DDP has at its end."""
     shown = Table("rate", "method", "ms/step", "last loss", f"s to {REFERENCE}'s loss", "of DDP's")
     for rate in dict.fromkeys(point.rate for point in points):
-        curves = curves_at(points, rate)
-        ends = [p for p in curves.get(REFERENCE, []) if p.step <= reference_steps]
-        if not ends:
-            continue
-        for method, curve in curves.items():
-            last, reached = curve[-1], seconds_to(curve, ends[-1].loss)
+        times = times_to_end(points, rate)
+        for method, curve in curves_at(points, rate).items():
+            last, reached = curve[-1], times.get(method)
             shown.add_row(
                 rate,
                 method,
                 f"{1e3 * last.seconds / max(1, last.step):.0f}",
                 f"{last.loss:.3f}",
                 "not reached" if reached is None else f"{reached:.1f}",
-                "" if reached is None else f"{reached / ends[-1].seconds:.2f}",
+                "" if reached is None else f"{reached / times[REFERENCE]:.2f}",
             )
     return shown
+
+
+def times_to_end(points: Sequence[Point], rate: str) -> dict[str, float]:
+    """Return when each method that came to it had the loss that DDP has at its end."""
+    curves = curves_at(points, rate)
+    if REFERENCE not in curves:
+        return {}
+    end = curves[REFERENCE][-1]
+    found = {method: seconds_to(curve, end.loss) for method, curve in curves.items()}
+    found[REFERENCE] = end.seconds
+    return {method: seconds for method, seconds in found.items() if seconds is not None}
 
 
 def curves_at(points: Sequence[Point], rate: str) -> dict[str, list[Point]]:
@@ -68,6 +78,14 @@ def curves_at(points: Sequence[Point], rate: str) -> dict[str, list[Point]]:
         if point.rate == rate:
             curves.setdefault(point.method, []).append(point)
     return curves
+
+
+def _line_of(index: int) -> dict[str, str]:
+    colors = picture.PALETTE
+    return {
+        "color": colors[index % len(colors)],
+        "dash": "solid" if index < len(colors) else "dash",
+    }
 
 
 def draw(points: Sequence[Point], path: Path) -> None:
@@ -83,11 +101,55 @@ def draw(points: Sequence[Point], path: Path) -> None:
                 name=method,
                 legendgroup=method,
                 showlegend=row == 1,
-                line={"color": picture.PALETTE[methods.index(method) % len(picture.PALETTE)]},
+                line=_line_of(methods.index(method)),
                 row=row,
                 col=1,
             )
     figure.update_xaxes(title_text="seconds of training")
     figure.update_yaxes(title_text="loss of the mean replica")
     figure.update_layout(template="simple_white", width=760, height=340 * len(rates) + 80)
+    picture.save(figure, path)
+
+
+def draw_bars(points: Sequence[Point], path: Path) -> None:
+    """Write the time to DDP's loss as bars, a panel per rate, on a ground of its own."""
+    rates = list(dict.fromkeys(point.rate for point in points))
+    methods = [*dict.fromkeys(point.method for point in points)][::-1]
+    figure = picture.subplots(
+        rows=1,
+        cols=len(rates),
+        shared_yaxes=True,
+        horizontal_spacing=0.04,
+        subplot_titles=[f"links of {rate.removesuffix('mbit')} Mbit/s" for rate in rates],
+    )
+    for column, rate in enumerate(rates, start=1):
+        times = times_to_end(points, rate)
+        slowest = max(times.values(), default=1.0)
+        texts = [
+            f"{times[name]:.0f} s" if name in times else "not in these steps" for name in methods
+        ]
+        figure.add_bar(
+            x=[times.get(name, 0.0) for name in methods],
+            y=methods,
+            orientation="h",
+            text=texts,
+            textposition="outside",
+            cliponaxis=False,
+            marker_color=[_OURS if "gossamer" in name else picture.FAINT for name in methods],
+            showlegend=False,
+            row=1,
+            col=column,
+        )
+        figure.update_xaxes(
+            title_text="seconds to DDP's last loss", range=[0, 1.3 * slowest], col=column
+        )
+    figure.update_layout(
+        template="simple_white",
+        width=860,
+        height=90 + 32 * len(methods),
+        font={"family": "system-ui, sans-serif", "color": picture.INK, "size": 13},
+        margin={"l": 170, "r": 20, "t": 40, "b": 50},
+        paper_bgcolor="white",
+        plot_bgcolor="white",
+    )
     picture.save(figure, path)

@@ -1,30 +1,36 @@
 """What runs on each host: every method in turn, each in a forked process of its own.
 
 Every rank trains on its own samples. Now and then the clock stops, and the mean of all replicas is
-evaluated, as a copy: what a method has in flight stays as it is. Points leave as lines on stdout.
+evaluated, as a copy: what a method has in flight stays as it is, and lands meanwhile, so that one
+exchange in so many steps costs those nothing that overlap it. DDP trains for so many steps; others
+until they have the loss that it had then, or for a multiple of its steps. Points leave as lines on
+stdout, and a line at the end of each method.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import math
 import multiprocessing
 import os
 import sys
 import time
 import traceback
+from ctypes import c_double
 from dataclasses import asdict, dataclass
+from multiprocessing.sharedctypes import Synchronized
 from typing import final
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from benchmarks.race.methods import METHODS, Loss
+from benchmarks.race.methods import METHODS, REFERENCE, Loss
 from gossamer import workloads
 from gossamer.lab.compute import Pace, SleepLayer
 
-POINT = "point:"
+POINT, END = "point:", "end:"
 _FIRST_PORT = 31000
 _TESTS = 64
 """Test samples of an evaluation."""
@@ -38,6 +44,14 @@ class Task:
     methods: list[str]
     workload: str
     steps: int
+    """Of DDP."""
+
+    most_steps: int
+    """Of the others."""
+
+    target: float | None
+    """The loss that DDP has at its end, where that is known."""
+
     evaluate_every: int
     batch: int
     lr: float
@@ -52,8 +66,18 @@ class Task:
         return json.dumps(asdict(self))
 
 
-def race(task: Task, method: str, rank: int, size: int) -> None:
-    """Train by one method, and print the loss of the mean replica as it goes."""
+def race(task: Task, method: str, rank: int, size: int, target: Synchronized[c_double]) -> None:
+    """Train by one method, and print the loss of the mean replica as it goes.
+
+    Args:
+        task: what is trained.
+        method: by which.
+        rank: of this host.
+        size: how many there are.
+        target: the loss of DDP at its end, which writes it.
+    """
+    leads = method == REFERENCE
+    steps = task.steps if leads else task.most_steps
     workload = workloads.find(task.workload)
     data = workload.load()
     torch.manual_seed(task.seed)
@@ -63,14 +87,16 @@ def race(task: Task, method: str, rank: int, size: int) -> None:
     step = METHODS[method](model, workload.loss, task.lr)
     dice = torch.Generator().manual_seed(1000 * task.seed + rank)
     seconds = 0.0
-    for done in range(task.steps + 1):
-        if done % task.evaluate_every == 0 or done == task.steps:
+    for done in range(steps + 1):
+        if done % task.evaluate_every == 0 or done == steps:
             found = evaluate(judged, model, workload.loss, data, size)
+            if done == steps and leads:
+                target.value = found  # pyright: ignore[reportAttributeAccessIssue]
             if rank == 0:
                 point = {"method": method, "step": done, "seconds": seconds, "loss": found}
                 print(POINT + json.dumps(point), flush=True)
-        if done == task.steps:
-            return
+            if done == steps or (not leads and found <= float(target.value)):
+                return
         chosen = torch.randint(len(data.train_inputs), (task.batch,), generator=dice)
         inputs, targets = data.train_inputs[chosen], data.train_targets[chosen]
         start = time.perf_counter()
@@ -99,15 +125,19 @@ def evaluate(
         dist.all_reduce(mean)
         mean.div_(size)
     tests = torch.arange(_TESTS)
-    return float(loss(judged(data.test_inputs[tests]), data.test_targets[tests]))
+    found = loss(judged(data.test_inputs[tests]), data.test_targets[tests])
+    dist.broadcast(found, 0)  # all stop at one step
+    return float(found)
 
 
-def _child(task: Task, method: str, port: int) -> None:
+def _child(task: Task, method: str, port: int, target: Synchronized[c_double]) -> None:
     os.environ["MASTER_PORT"] = str(port)
     dist.init_process_group("gloo")
     try:
-        race(task, method, dist.get_rank(), dist.get_world_size())
+        race(task, method, dist.get_rank(), dist.get_world_size(), target)
         dist.barrier()
+        if dist.get_rank() == 0:
+            print(END + json.dumps(method))
     except Exception:
         traceback.print_exc()
     sys.stdout.flush()
@@ -120,8 +150,9 @@ def main() -> None:
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports the compiler, for 1.6 s
     workloads.find(task.workload).load()
     fork = multiprocessing.get_context("fork")
+    target = fork.Value(c_double, -math.inf if task.target is None else task.target)
     for port, method in enumerate(task.methods, start=_FIRST_PORT):
-        child = fork.Process(target=_child, args=(task, method, port))
+        child = fork.Process(target=_child, args=(task, method, port, target))
         child.start()
         child.join(task.timeout_s)
         if child.is_alive():

@@ -56,6 +56,7 @@ class RankContext:
         """Of the parameters: all that may be in flight between two steps."""
         self.source = source
         self._packing = packing
+        self._started: dict[str, Sequence[int]] = {}  # the buckets in flight, by state
         self.first_mixed = 0
         """The first step that is mixed; those before are local, for others have been past them."""
         self._to_agree_on = ""
@@ -129,8 +130,8 @@ class RankContext:
         if step < self.first_mixed:
             return
         agrees_on, self._to_agree_on = self._to_agree_on, ""
-        self._replica.collect(state)
-        buckets = self._packing.at(step)
+        self._started[state] = buckets = self._packing.at(step)
+        self._replica.collect(state, buckets)
         self._mixers[state].start(round, step, buckets=buckets, agrees_on=agrees_on)
 
     def finish(self, state: str = PARAMETERS) -> None:
@@ -138,7 +139,7 @@ class RankContext:
         mixer = self._mixers[state]
         if mixer.state is not MixerState.IDLE:
             mixer.finish()
-            self._replica.spread(state)
+            self._replica.spread(state, self._started[state])
 
     def refuse_unfinished(self) -> None:
         """Raise where anything but parameters is left in flight until the next step."""

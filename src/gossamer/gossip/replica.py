@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import final
 
 import torch
@@ -14,6 +14,7 @@ from gossamer.gossip.buckets import flatten_, unflatten_
 from gossamer.gossip.shards import is_sharded, locals_of, reshard, sharded_modules
 from gossamer.gossip.within import Within
 from gossamer.normalization import StatisticsRule, running_statistics
+from gossamer.wire import bucket_indices
 
 
 @final
@@ -53,6 +54,7 @@ class Replica:
         self._copies = [shard.clone() for shard in locals_of(trained) if self._sharded]
         self._is_sliced = self._within.size > 1 and not self._sharded
         slices = self._within.size if self._is_sliced else 1
+        self._in_bucket = bucket_indices(self._copies, bucket_mb)
         self.buckets = flatten_(self._copies or trained, bucket_mb, slices)
         self.changing = flatten_(statistics, bucket_mb) if rule.mixed else []
         """Buckets of statistics, which a forward pass changes while they are sent."""
@@ -96,20 +98,33 @@ class Replica:
         return [*parameters, *self._averaged]
 
     @torch.no_grad()
-    def collect(self, state: str = PARAMETERS) -> None:
-        """Let buckets hold what this rank has of a state, before it is exchanged or averaged."""
+    def collect(self, state: str = PARAMETERS, buckets: Sequence[int] | None = None) -> None:
+        """Let buckets hold what this rank has of a state, before it is exchanged or averaged.
+
+        Args:
+            state: which.
+            buckets: which of them, by index; by default all.
+        """
         if self._sharded and state == PARAMETERS:
-            for copy, shard in zip(self._copies, locals_of(self._trained), strict=True):
+            for copy, shard in self._copied(buckets):
                 copy.copy_(shard)
 
     @torch.no_grad()
-    def spread(self, state: str = PARAMETERS) -> None:
-        """Let the parameters be what their buckets have been mixed to."""
+    def spread(self, state: str = PARAMETERS, buckets: Sequence[int] | None = None) -> None:
+        """Let the parameters be what their buckets have been mixed to; arguments as of collect."""
         if self._is_sliced:
-            self._within.all_gather_(self._held[state])
+            held = self._held[state]
+            self._within.all_gather_(held if buckets is None else [held[b] for b in buckets])
         elif self._sharded and state == PARAMETERS:
-            for copy, shard in zip(self._copies, locals_of(self._trained), strict=True):
+            for copy, shard in self._copied(buckets):
                 shard.copy_(copy)
+
+    def _copied(self, buckets: Sequence[int] | None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the copies in some buckets, each with its shard."""
+        shards = locals_of(self._trained)
+        for bucket in range(len(self._in_bucket)) if buckets is None else buckets:
+            for index in self._in_bucket[bucket]:
+                yield self._copies[index], shards[index]
 
     @torch.no_grad()
     def averages(self, average: Callable[[Tensor], Tensor]) -> Generator[tuple[Tensor, Tensor]]:

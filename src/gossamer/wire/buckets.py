@@ -36,8 +36,9 @@ def bucket_indices(tensors: Iterable[Tensor], bucket_mb: float) -> list[list[int
 class Packing:
     """The buckets of some tensors, and which of them each step exchanges.
 
-    Where an exchange is of one of k fragments, a bucket is at most a k-th of all, and fragments are
-    filled with buckets, the largest first, so that they are about as large as each other.
+    Where an exchange is of one of k fragments, a bucket is at most a k-th of all, or as small as it
+    takes for k of them, and fragments are filled with buckets, the largest first, so that they are
+    about as large as each other.
 
     Args:
         tensors: of one worker.
@@ -56,13 +57,17 @@ class Packing:
         share = sum(tensor.nbytes for tensor in tensors) / fragments / _MEGABYTE
         self.bucket_mb = min(bucket_mb, share) if fragments > 1 else bucket_mb
         """Where a bucket is full."""
+        filled = sum(tensor.nbytes > 0 for tensor in tensors)
+        if filled < fragments > 1:
+            raise UserError(
+                f"fragments={fragments} need as many parameters, got {filled}; use at most "
+                f"fragments={filled}"
+            )
         self.buckets = bucket_indices(tensors, self.bucket_mb)
         """Tensors by index, of each bucket."""
-        if len(self.buckets) < fragments:
-            raise UserError(
-                f"fragments={fragments} need as many buckets, and parameters fill "
-                f"{len(self.buckets)}; use at most fragments={len(self.buckets)}"
-            )
+        while len(self.buckets) < fragments:  # one tensor each, at last
+            self.bucket_mb /= 2
+            self.buckets = bucket_indices(tensors, self.bucket_mb)
         sizes = [sum(tensors[i].nbytes for i in indices) for indices in self.buckets]
         self._fragments = _filled(sizes, fragments)
         self._every = every
