@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.optim import SGD, Optimizer
 
-from gossamer.gossip import Gossip, decentralize
+from gossamer.gossip import Checkpoints, Gossip, decentralize
 from gossamer.launched import JOINS, RETURNED
 from tests.ranks import run_ranks
 from tests.reference import loss_of, make_model
@@ -105,6 +108,19 @@ def average_often(gossip: Gossip) -> None:
     gossip.gather(1)
 
 
+def asking() -> Callable[[Gossip], object]:
+    """Return what asks after every step whether to stop, and makes another call after that."""
+    made: dict[int, Checkpoints] = {}
+
+    def ask(gossip: Gossip) -> None:
+        if id(gossip) not in made:
+            made[id(gossip)] = Checkpoints("/nowhere", gossip, check_every=3, model=nn.Linear(1, 1))
+        assert not made[id(gossip)].interrupted()
+        gossip.gather(1)
+
+    return ask
+
+
 @pytest.mark.parametrize(
     ("options", "each_step"),
     [
@@ -115,6 +131,7 @@ def average_often(gossip: Gossip) -> None:
         ({"topology": "ring", "control": "constant(c=0.5)", "norms_every": 1}, None),
         ({"topology": "random_matching", "every": 3}, None),
         ({"topology": "ring"}, average_often),
+        ({"topology": "ring"}, asking()),
     ],
     ids=str,
 )
@@ -140,3 +157,21 @@ def test_a_worker_that_comes_back_has_its_donor_s_bits(
         assert (result["stats"].joins, result["stats"].failures) == (1, int(rank != 1))
         for ours, theirs in zip(result["model"], results[0]["model"], strict=True):
             assert torch.equal(ours, theirs)
+
+
+@pytest.mark.timeout(120)
+def test_processes_go_on_where_a_donor_or_a_joiner_is_killed() -> None:
+    """SIGKILL in the middle of what one gives to the other: all who are left end with one model.
+
+    The worker that joins then gets everything from another.
+    """
+    command = [sys.executable, "-m", "tests.joining_processes"]
+    output = subprocess.run(command, capture_output=True, text=True, timeout=110, check=True).stdout
+    donor, joiner = map(json.loads, output.splitlines())
+    assert donor["killed"] in (0, 2, 3)
+    assert joiner["killed"] == 1
+    for story in (donor, joiner):
+        assert story["hung"] == [], story
+        assert story["codes"] == [0, 0, 0], story
+        assert story["members"] == story["left"], story
+        assert story["ends"] == 1, story
