@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
-from torch.optim import SGD, Optimizer
+from torch.distributed import HashStore, ProcessGroup  # pyright: ignore[reportPrivateImportUsage]
+from torch.optim import SGD, Adam, Optimizer
+from torch.optim.lr_scheduler import StepLR
 
-from gossamer.gossip import Gossip, decentralize
-from gossamer.launched import JOINS, RETURNED
+from gossamer.errors import UserError
+from gossamer.gossip import Checkpoints, ExchangeError, Gossip, decentralize
+from gossamer.gossip.donation import Donation
+from gossamer.gossip.membership import STEP, Arrival, Decision, Membership
+from gossamer.launched import JOINS, NEW, RETURNED
 from tests.ranks import run_ranks
 from tests.reference import loss_of, make_model
-from tests.test_survival import vanish
+from tests.test_survival import agree, memberships, vanish
 
 LIMIT = timedelta(seconds=5)
 LOST_AT = 4
@@ -49,8 +57,10 @@ class Return:
             os.environ[JOINS] = RETURNED  # the others have begun, and do not look any more
         return self.live(group)
 
-    def live(self, group: ProcessGroup, ends_at: int | None = None) -> dict[str, Any]:
-        """Train from the start of a process to its end."""
+    def live(
+        self, group: ProcessGroup, ends_at: int | None = None, stays: int | None = None
+    ) -> dict[str, Any]:
+        """Train from the start of a process to its end, or for some steps."""
         model = nn.Sequential(make_model(), nn.BatchNorm1d(3).double())
         optimizer = self.make_optimizer(model.parameters())
         gossip = decentralize(
@@ -64,7 +74,9 @@ class Return:
         self.watch_donor(gossip, model, optimizer)
         worker = gossip.members[gossip.rank]
         result = {"worker": worker, "began_at": gossip.num_steps, "got": all_of(model, optimizer)}
-        if gossip.num_steps:
+        if stays is not None:
+            ends_at = gossip.num_steps + stays
+        elif gossip.num_steps:
             self.until.append(gossip.num_steps + 8)
         while not self.until or gossip.num_steps < self.until[0]:
             if gossip.num_steps == ends_at:
@@ -74,7 +86,7 @@ class Return:
             loss_of(model, worker, gossip.num_steps).backward()
             optimizer.step()
             self.each_step(gossip)
-            if gossip.num_workers == 3:
+            if gossip.num_workers == group.size() - 1:
                 self.have_gone_on.set()
         result |= {"members": gossip.members, "rank": gossip.rank, "stats": gossip.stats()}
         gossip.finalize()
@@ -105,6 +117,19 @@ def average_often(gossip: Gossip) -> None:
     gossip.gather(1)
 
 
+def asking() -> Callable[[Gossip], object]:
+    """Return what asks after every step whether to stop, and makes another call after that."""
+    made: dict[int, Checkpoints] = {}
+
+    def ask(gossip: Gossip) -> None:
+        if id(gossip) not in made:
+            made[id(gossip)] = Checkpoints("/nowhere", gossip, check_every=3, model=nn.Linear(1, 1))
+        assert not made[id(gossip)].interrupted()
+        gossip.gather(1)
+
+    return ask
+
+
 @pytest.mark.parametrize(
     ("options", "each_step"),
     [
@@ -115,6 +140,7 @@ def average_often(gossip: Gossip) -> None:
         ({"topology": "ring", "control": "constant(c=0.5)", "norms_every": 1}, None),
         ({"topology": "random_matching", "every": 3}, None),
         ({"topology": "ring"}, average_often),
+        ({"topology": "ring"}, asking()),
     ],
     ids=str,
 )
@@ -140,3 +166,219 @@ def test_a_worker_that_comes_back_has_its_donor_s_bits(
         assert (result["stats"].joins, result["stats"].failures) == (1, int(rank != 1))
         for ours, theirs in zip(result["model"], results[0]["model"], strict=True):
             assert torch.equal(ours, theirs)
+
+
+def test_nothing_in_the_store_grows_with_epochs() -> None:
+    """A worker that is lost and comes back leaves what the last two epochs have in the store."""
+    store = HashStore()
+    run = Return({"topology": "ring"})
+
+    def body(group: ProcessGroup) -> None:
+        if group.rank() == 1:
+            run.live(group, ends_at=LOST_AT)
+            for stays in (5, None):
+                assert run.have_gone_on.wait(20)
+                run.have_gone_on.clear()
+                os.environ[JOINS] = RETURNED
+                run.live(group, stays=stays)
+        else:
+            run.live(group)
+
+    run_ranks(3, body, store=store)
+    keys = [key.removeprefix("gossamer/1/").split("/") for key in store.list_keys()]
+    epochs = {int(key[1]) for key in keys if key[0] in ("members", "epoch") and key[1] != "current"}
+    assert max(epochs) >= 3
+    assert epochs == {max(epochs) - 1, max(epochs)}
+    rest = {"/".join(key[:2]) for key in keys if key[0] not in ("members", "epoch")}
+    assert rest == {"facts", "gossamer/opened"}
+
+
+def join_as(
+    worker: int, num_workers: int, how: str, make: Callable[[], nn.Module]
+) -> list[tuple[int, ...] | str]:
+    """Let a worker join two others that train; return the members that each ends with."""
+    until: list[int] = []
+
+    def body(group: ProcessGroup) -> tuple[int, ...] | str:
+        is_late = group.rank() == 2
+        rank, size = (worker, num_workers) if is_late else (group.rank(), 2)
+        group = ProcessGroup(group.get_group_store(), rank, size)
+        if is_late:
+            group.get_group_store().wait(["gossamer/1/members/current"], LIMIT)
+            time.sleep(0.1)
+            os.environ[JOINS] = how
+        model = make() if is_late else make_model()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        try:
+            gossip = decentralize(
+                model, optimizer, "ring", process_group=group, on_failure="continue", timeout=LIMIT
+            )
+        except (UserError, ExchangeError) as error:
+            until.append(0)
+            return str(error)
+        if is_late:
+            until.append(gossip.num_steps + 5)
+        while not until or gossip.num_steps < until[0]:
+            optimizer.zero_grad()
+            loss_of(model, 0, gossip.num_steps).backward()
+            optimizer.step()
+        members = gossip.members
+        gossip.close()
+        return members
+
+    return run_ranks(3, body)
+
+
+def test_a_worker_may_be_one_more_than_there_were() -> None:
+    """A number that nobody had at the start."""
+    assert join_as(2, 3, NEW, make_model) == [(0, 1, 2)] * 3
+
+
+def test_a_worker_that_would_train_another_model_is_refused() -> None:
+    """Before it asks: it says in what it differs, and the others see nothing of it."""
+
+    def make_other() -> nn.Module:
+        return nn.Linear(5, 3).double()
+
+    first, second, late = join_as(2, 3, NEW, make_other)
+    assert first == second == (0, 1)
+    assert "all ranks must call decentralize() with the same model and arguments" in late
+
+
+def test_a_worker_s_number_can_be_taken_once() -> None:
+    """While the one that has it is there, another is told so."""
+    first, second, late = join_as(1, 2, RETURNED, make_model)
+    assert first == second == (0, 1)
+    assert "a worker joins once, and worker 1 is a member already, of (0, 1)" in late
+
+
+# - Asking for membership
+
+ASKS = Arrival(member=2, step=0, why="", joins=True)
+
+
+def test_a_worker_that_nobody_lets_in_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Members that are gone, have ended, or come to no step: it waits for none of them for long."""
+    monkeypatch.setattr("gossamer.gossip.membership._SEEN_S", 0.3)
+    store = HashStore()
+    limit = timedelta(seconds=0.3)
+    members = [Membership(store, member, range(2), limit) for member in range(2)]
+    with pytest.raises(ExchangeError, match="none of them has seen that within"):
+        Membership(store, 2, (), limit).join(ASKS)
+    members[0].watch(lambda reason: None)
+    with pytest.raises(ExchangeError, match="none of them came to a step within"):
+        Membership(store, 2, (), limit).join(ASKS)
+    for member in members:
+        member.leave("ended its gossip", alarm=False)
+    with pytest.raises(ExchangeError, match=r"\(0, 1\), and they have ended: worker 0 ended its"):
+        Membership(store, 2, (), limit).join(ASKS)
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "entry"),
+    [
+        ([{"step": 7, "call": STEP}, {"step": 6, "updated": True}], 7),
+        ([{"step": 7, "call": STEP}, {"step": 7, "call": "averaged()", "calls_done": 1}], 7),
+        ([{"step": 7, "updated": True}, {"step": 6, "call": STEP}], 6),
+        ([{"step": 7, "call": "averaged()"}, {"step": 6, "call": STEP}], None),
+        ([{"step": 7, "call": "averaged()"}, {"step": 7, "updated": True}], None),
+        ([{"step": 7}], None),
+    ],
+)
+def test_a_worker_begins_where_it_makes_the_same_calls(
+    arrivals: list[dict[str, Any]], entry: int | None
+) -> None:
+    """Before an update that nobody has made calls behind; not while one waits for others' calls."""
+    members = memberships(len(arrivals))
+    Membership(members[0]._all, 9, (), LIMIT)  # who only asks later changes nothing
+    asked = Arrival(member=9, step=0, why="", joins=True)
+    members[0]._store.append("0/asked", json.dumps({"here": asdict(asked)}) + "\n")
+    said = {
+        membership: Arrival(member=membership.member, why="", **arrival)
+        for membership, arrival in zip(members, arrivals, strict=True)
+    }
+    for decision in agree(said):
+        assert isinstance(decision, Decision)
+        assert (9 in decision.members) == (entry is not None)
+        assert decision.entry == (entry or 0)
+        donor = max(arrivals, key=lambda arrival: arrival["step"])
+        assert decision.donors == ({} if entry is None else {9: decision.donors[9]})
+        assert entry is None or said[members[decision.donors[9]]].step == donor["step"]
+
+
+def test_one_that_was_stalled_for_long_is_out_whatever_it_finds() -> None:
+    """Two epochs later nothing is left of its own, and it must not decide that it is alone."""
+    zero, one, two = memberships(3, timeout_s=0.4)
+    for step in (5, 6):
+        for member in (zero, one):
+            member.announce(member.epoch)
+            member.arrive(Arrival(member=member.member, step=step, why="", closed=(2,)))
+        run_ranks(2, lambda group: (zero, one)[group.rank()].agree())
+    zero.discard_past()
+    assert not [key for key in zero._all.list_keys() if key.startswith("members/0/")]
+    two.arrive(Arrival(member=2, step=5, why=""))
+    with pytest.raises(ExchangeError, match="the others went on without worker 2"):
+        two.agree()
+
+
+# - What it gets
+
+
+@pytest.mark.parametrize("scheduled_first", [True, False])
+def test_a_scheduler_follows_by_as_many_steps(
+    scheduled_first: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Optimizer state is the donor's; the rate is the same after the loop that the page shows."""
+
+    def start() -> tuple[nn.Module, Adam]:
+        model = make_model()
+        return model, Adam(model.parameters(), lr=0.1)
+
+    def schedule(optimizer: Adam) -> StepLR:
+        return StepLR(optimizer, step_size=2, gamma=0.5)
+
+    model, optimizer = start()
+    scheduler = schedule(optimizer)
+    for step in range(7):
+        loss_of(model, 0, step).backward()
+        optimizer.step()
+        scheduler.step()
+    other, late = start()
+    follower = schedule(late) if scheduled_first else None
+    Donation(other, [late]).load(Donation(model, [optimizer]).pack())
+    assert "joins with the learning rate 0.1, and the one that it joins from has" in caplog.text
+    follower = follower or schedule(late)
+    for _ in range(7):
+        follower.step()
+    ours, theirs = late.state_dict(), optimizer.state_dict()
+    assert ours["param_groups"] == theirs["param_groups"]
+    for tensor, given in zip(all_of(other, late), all_of(model, optimizer), strict=True):
+        assert torch.equal(tensor, given)
+
+
+def test_a_donor_that_cannot_give_goes_on() -> None:
+    """An optimizer with a state that is no tensor: the one that joins is told, and raises."""
+    model = make_model()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    optimizer.state[next(model.parameters())]["kept"] = {1, 2}
+    given = Donation(model, [optimizer]).pack()
+    with pytest.raises(UserError, match=r"another cannot give: a state must hold .* got set"):
+        Donation(make_model(), [optimizer]).load(given)
+
+
+@pytest.mark.timeout(120)
+def test_processes_go_on_where_a_donor_or_a_joiner_is_killed() -> None:
+    """SIGKILL in the middle of what one gives to the other: all who are left end with one model.
+
+    The worker that joins then gets everything from another.
+    """
+    command = [sys.executable, "-m", "tests.joining_processes"]
+    output = subprocess.run(command, capture_output=True, text=True, timeout=110, check=True).stdout
+    donor, joiner = map(json.loads, output.splitlines())
+    assert donor["killed"] in (0, 2, 3)
+    assert joiner["killed"] == 1
+    for story in (donor, joiner):
+        assert story["hung"] == [], story
+        assert story["codes"] == [0, 0, 0], story
+        assert story["members"] == story["left"], story
+        assert story["ends"] == 1, story

@@ -11,17 +11,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gossamer.gossip import Checkpoints, Gossip, GradScaler, decentralize
+    from gossamer.gossip import Checkpoints, Gossip, GradScaler, MemberSampler, decentralize
     from gossamer.simulate import Simulation
 
 __version__ = "0.1.0.dev0"
-__all__ = ["Checkpoints", "Gossip", "GradScaler", "Simulation", "__version__", "decentralize"]
+__all__ = [
+    "Checkpoints",
+    "Gossip",
+    "GradScaler",
+    "MemberSampler",
+    "Simulation",
+    "__version__",
+    "decentralize",
+]
 
 # Imported when first used: ``gossamer topology`` should not wait for torch.
 _LAZY = {
     "Checkpoints": "gossamer.gossip",
     "Gossip": "gossamer.gossip",
     "GradScaler": "gossamer.gossip",
+    "MemberSampler": "gossamer.gossip",
     "Simulation": "gossamer.simulate",
     "decentralize": "gossamer.gossip",
 }

@@ -7,6 +7,7 @@ parameter goes through a step along ``step``, ``rank_context``, ``mixer`` and ``
         decentralize       parse and check what this rank was given, compare it, connect
         checkpoints        all ranks save, restore and stop at one step
         scaler             all ranks skip a step or none does
+        sampler            which samples of a step are this worker's
         gossip             the handle: average, measure, change parameters, save, end
     What a checkpoint is
         checkpoint_folder  files that are atomic and verified
@@ -58,6 +59,7 @@ from gossamer.gossip.checkpoints import Checkpoints
 from gossamer.gossip.decentralize import decentralize
 from gossamer.gossip.failures import ExchangeError
 from gossamer.gossip.gossip import Gossip
+from gossamer.gossip.sampler import MemberSampler
 from gossamer.gossip.scaler import GradScaler
 from gossamer.gossip.telemetry import Stats
 from gossamer.nonfinite import NonFiniteError
@@ -67,6 +69,7 @@ __all__ = [
     "ExchangeError",
     "Gossip",
     "GradScaler",
+    "MemberSampler",
     "NonFiniteError",
     "Stats",
     "decentralize",

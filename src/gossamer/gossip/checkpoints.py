@@ -13,15 +13,18 @@ import sys
 import threading
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any, Protocol, TypeVar, final
 
 from gossamer.errors import UserError
 from gossamer.gossip.checkpoint_folder import CheckpointFolder, Found
+from gossamer.gossip.epochs import without_frames
 from gossamer.gossip.failures import ExchangeError
 from gossamer.gossip.gossip import Gossip, worker_of
 from gossamer.gossip.snapshot import DamagedError, StateDict
 
 _log = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
 
 _NOTHING = -1
 """What a rank sends where it has no checkpoint, or cannot read or write one."""
@@ -47,7 +50,7 @@ class Checkpoints:
         folder: one for all ranks, or on each host a local one that holds what its ranks wrote.
         gossip: whose ranks save together.
         keep: how many checkpoints stay; older ones are removed when a new one is complete.
-        check_every: how often, in calls of ``interrupted()``, ranks tell each other whether they
+        check_every: how often, in steps, ``interrupted()`` lets ranks tell each other whether they
             were interrupted.
         **objects: whatever has a state to save, by name: the model, each optimizer, a scheduler.
     """
@@ -77,7 +80,6 @@ class Checkpoints:
         self._passed_over: set[int] = set()
         # - Stopping all ranks at one step
         self._check_every = check_every
-        self._num_asked = 0
         self._asked_to_stop = False
         self._stopping = False
         self._answers: Callable[[], list[int]] = list
@@ -252,26 +254,37 @@ class Checkpoints:
     def interrupted(self) -> bool:
         """Return whether a rank was interrupted, at the same step on all ranks.
 
-        Call it once per step, on all ranks. Every ``check_every`` calls ranks begin to tell each
+        Call it once per step, on all ranks. Every ``check_every`` steps ranks begin to tell each
         other, and read what they told the time before: that costs no waiting, and comes
         ``check_every`` to twice as many steps after the signal.
         """
-        self._num_asked += 1
-        if not self._stopping and self._num_asked % self._check_every == 0:
-            what = "every rank to say whether it was interrupted"
-            try:
-                # The ranks of one place in all nodes know; the others of each node must stop, too.
-                told = int(any(self._answers()))
-                self._stopping = any(self._worker.within.gather(told, "whether to stop"))
-                if not self._stopping:
-                    asked = int(self._asked_to_stop)
-                    alone = self._worker.step.is_alone
-                    self._answers = list if alone else self._worker.begin_gather(asked, what)
-            except ExchangeError as error:
-                if not self._worker.epochs.takes(error):
-                    raise
-                self._answers = list  # the next step finds out who is left, and they ask again
+        # By the step, and not by the call: a worker that joins has made fewer of these.
+        if not self._stopping and self._gossip.num_steps % self._check_every == 0:
+            # The ranks of one place in all nodes know; the others of each node must stop, too.
+            told = self._unless_lost(lambda: int(any(self._answers())), 0)
+            self._stopping = any(self._worker.within.gather(told, "whether to stop"))
+            if not self._stopping:
+                self._answers = self._unless_lost(self._begin_asking, list)
         return self._stopping
+
+    def _begin_asking(self) -> Callable[[], list[int]]:
+        if self._worker.step.is_alone:
+            return list
+        what = "every rank to say whether it was interrupted"
+        return self._worker.begin_gather(int(self._asked_to_stop), what)
+
+    def _unless_lost(self, part: Callable[[], _Result], otherwise: _Result) -> _Result:
+        """Return what a part returns; another result where a worker was lost in the middle of it.
+
+        The next step finds out who is left, and they ask again.
+        """
+        try:
+            return part()
+        except ExchangeError as error:
+            if not self._worker.epochs.takes(error):
+                raise
+            without_frames(error)
+            return otherwise
 
 
 _GOSSIP_KEYS = {"num_workers", "rank", "topology", "num_steps", "control"}

@@ -60,6 +60,9 @@ class Donation:
         for optimizer, theirs in zip(self._optimizers, state["optimizers"], strict=True):
             _keep_rates(optimizer, theirs["param_groups"])
             optimizer.load_state_dict(theirs)
+            # Schedulers ask whether it has taken a step before they take theirs: another's it has.
+            untyped: Any = optimizer
+            untyped._opt_called = True
 
     def _tensors(self) -> dict[str, Tensor]:
         named = (*self._model.named_parameters(), *self._model.named_buffers())

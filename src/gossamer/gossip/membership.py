@@ -61,7 +61,7 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05
 
 STEP = "optimizer.step()"
 
-_ALARM = "other workers have lost one, and agree on who goes on"
+_ALARM = "other workers have lost one or let one in, and agree on who goes on"
 
 _NOTHING_LEFT = (
     "a worker that joins needs one to get parameters from, and of those who had any nobody is "
