@@ -8,6 +8,7 @@ time of each step that it completes, and with how many others; that is what figu
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import json
@@ -66,6 +67,9 @@ class Scene:
 
     act: Callable[[Gossip], object] | None = None
     """What it does before its step ``FAULT_STEP``."""
+
+    exit_s: float = 0.0
+    """How long its process takes to end."""
 
 
 @dataclass
@@ -177,6 +181,8 @@ def _work(scene: Scene, rank: int, folder: Path) -> None:
     store.set(f"started/{rank}", "")  # many start on few processors: the timeout is for training
     store.wait([f"started/{other}" for other in range(scene.num_workers)], timedelta(seconds=60))
     group = dist.ProcessGroup(store, rank, scene.num_workers)
+    if rank == scene.actor and scene.exit_s:
+        atexit.register(time.sleep, scene.exit_s)  # after what is registered later
     torch.manual_seed(rank)
     model = nn.Linear(200, 100)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -294,13 +300,16 @@ FAULTS: dict[str, Fault] = {
     "killed under tracking": Fault(Scene(algorithm="gradient_tracking"), _OTHERS, _kill(2)),
     "the first killed": Fault(Scene(), (1, 2, 3), _kill(0)),
     "two neighbours killed": Fault(Scene(6, "ring"), (0, 3, 4, 5), _kill(1, 2)),
+    "one of 16 killed": Fault(
+        Scene(16, num_steps=60), tuple(w for w in range(16) if w != 2), _kill(2)
+    ),
     "half killed": Fault(Scene(8), (0, 3, 5, 6), _kill(1, 2, 4, 7)),
     "all but one killed": Fault(Scene(), (3,), _kill(0, 1, 2)),
     "killed during recovery": Fault(Scene(5), (0, 3, 4), _kill(1, 2, pause_s=0.28)),
     "a torus of 6 becomes one of 5": Fault(Scene(6, "torus"), (0, 1, 3, 4, 5), _kill(2)),
     "stalled": Fault(Scene(), _OTHERS, _stall(), _resume, "the others went on without worker 2"),
     "stalled for a moment": Fault(Scene(), (0, 1, 2, 3), _stall(0.3)),
-    "raises": Fault(Scene(act=_raise), _OTHERS, _watch, words="bad sample"),
+    "raises": Fault(Scene(act=_raise, exit_s=3.0), _OTHERS, _watch, words="bad sample"),
     "ends early": Fault(Scene(act=Gossip.close), _OTHERS, _watch),
     "averages alone": Fault(
         Scene(act=_average_alone, topology="ring"),
