@@ -1,11 +1,12 @@
 """What every rank says when one of them fails: real processes, real kills.
 
-    python -m benchmarks.faults [--timeout 5] [--workers 4] [--json] [--continue] [FAULT ...]
+    python -m benchmarks.faults [--continue] [--timeout 5] [--workers 4] [--together 5] [FAULT ...]
 
 Each fault happens at step 20 of a loop, or earlier. Printed for every rank that lives: the seconds
 from the fault to its error, and the error. Processes are forked from one that has imported torch,
 so a fault costs its timeout and little more. With ``--continue`` those who live go on, and printed
-is how long after the fault the last of them took its next step (``benchmarks.survival``).
+is how long after the fault the last of them took its next step (``benchmarks.survival``); one at a
+time, for those who play at once hold each other up. Links are cut in a lab, as root.
 """
 
 from __future__ import annotations
@@ -41,9 +42,6 @@ FAULT_STEP = 20
 NUM_STEPS = 36
 _END_S = 15.0
 """How long a rank may take to end after its error."""
-
-_TOGETHER = 6
-"""How many faults happen at a time."""
 
 
 @dataclass(frozen=True)
@@ -339,24 +337,26 @@ def _hold_store(folder: Path) -> None:
     time.sleep(600)
 
 
-def rows(names: list[str], num_workers: int, timeout_s: float) -> Iterator[dict[str, Any]]:
+def rows(
+    names: list[str], num_workers: int, timeout_s: float, together: int
+) -> Iterator[dict[str, Any]]:
     """Yield one row per fault and rank that lived; some faults at a time, for they mostly wait."""
     torch.set_num_threads(1)
     torch.optim.SGD(nn.Linear(1, 1).parameters())  # imports much, and only once before the forks
     gc.freeze()  # or each of them would look for garbage in all of it when it ends
-    for batch in (names[i : i + _TOGETHER] for i in range(0, len(names), _TOGETHER)):
+    for batch in (names[i : i + together] for i in range(0, len(names), together)):
         running = [start(name, num_workers, timeout_s) for name in batch]
         for name, processes in zip(batch, running, strict=True):
             for answer in collect(processes, timeout_s):
                 yield {"fault": name, **vars(answer)}
 
 
-def print_survival(names: list[str], timeout_s: float, *, as_json: bool) -> None:
+def print_survival(names: list[str], timeout_s: float, together: int, *, as_json: bool) -> None:
     """Print what those who are left do."""
     if not as_json:
         print("| fault | survivors | seconds | steps lost | all went on | others said why |")
         print("|---|---|---|---|---|---|")
-    for row in survival.play(names, timeout_s):
+    for row in survival.play(names, timeout_s, together):
         if as_json:
             print(json.dumps(row), flush=True)
         else:
@@ -373,6 +373,7 @@ def main() -> None:
     parser.add_argument("faults", nargs="*", metavar="FAULT", help=f"of {', '.join(FAULTS)}")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--timeout", type=float, default=5.0, help="of the gossip, in seconds")
+    parser.add_argument("--together", type=int, default=5, help="faults at a time")
     parser.add_argument("--json", action="store_true", help="one JSON object per line")
     parser.add_argument("--continue", action="store_true", dest="survive", help="with the others")
     options = parser.parse_args()
@@ -381,11 +382,14 @@ def main() -> None:
     if unknown:
         parser.error(f"unknown faults {sorted(unknown)}; choose from {list(known)}")
     if options.survive:
-        print_survival(options.faults or [*known], options.timeout, as_json=options.json)
+        names = options.faults or survival.playable()
+        print_survival(names, options.timeout, options.together, as_json=options.json)
         return
     if not options.json:
         print("| fault | rank | seconds | exit code | error |\n|---|---|---|---|---|")
-    for row in rows(options.faults or [*FAULTS], options.workers, options.timeout):
+    for row in rows(
+        options.faults or [*FAULTS], options.workers, options.timeout, options.together
+    ):
         if options.json:
             print(json.dumps(row), flush=True)
         else:

@@ -8,6 +8,7 @@ time of each step that it completes, and with how many others; that is what figu
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import json
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,11 +32,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
+from gossamer.errors import UserError
 from gossamer.gossip import Gossip, decentralize
+from gossamer.lab import Cluster, parse_layout
+from gossamer.lab.iproute import check_machine
+from gossamer.lab.namespaces import run_inside
+from gossamer.lab.network import INTERFACE
 
 FAULT_STEP = 20
-_TOGETHER = 5
-"""How many scenes run at a time; they mostly wait."""
 
 
 class Taken(NamedTuple):
@@ -43,6 +48,17 @@ class Taken(NamedTuple):
     at: float
     step: int
     num_workers: int
+
+
+class Place(NamedTuple):
+    """Where a scene is played: in a lab, which needs root, with links that can be cut."""
+
+    layout: str
+    hosts: tuple[int, ...]
+    """That of each worker."""
+
+    store: int
+    """The host of the store."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +83,11 @@ class Scene:
     act: Callable[[Gossip], object] | None = None
     """What it does before its step ``FAULT_STEP``."""
 
+    exit_s: float = 0.0
+    """How long its process takes to end."""
+
+    place: Place | None = None
+
 
 @dataclass
 class Running:
@@ -78,6 +99,7 @@ class Running:
     workers: dict[int, int]
     """Process ids by worker."""
 
+    lab: Cluster | None = None
     codes: dict[int, int] = field(default_factory=dict[int, int])
 
     def kill(self, worker: int, number: signal.Signals = signal.SIGKILL) -> float:
@@ -124,23 +146,45 @@ class Running:
             os.kill(self.holder, signal.SIGKILL)
         os.waitpid(self.holder, 0)
         shutil.rmtree(self.folder)
+        if self.lab is not None:
+            self.lab.__exit__()
 
 
 def start(scene: Scene) -> Running:
     """Start the workers of a scene."""
+    # No `with`: a forked process unwinds through this frame, and must not remove anything.
     folder = Path(tempfile.mkdtemp(prefix="gossamer-survival-"))
-    holder = _fork(lambda: _hold_store(folder), folder / "store.log")
+    place, lab, address = scene.place, None, "127.0.0.1"
+    if place is not None:
+        lab = Cluster(parse_layout(place.layout)).__enter__()
+        address = lab.layout.hosts[place.store].address
+
+    def fork(body: Callable[[], None], log: str, host: int) -> int:
+        if lab is None:
+            return _fork(body, folder / log)
+        namespace = f"{lab.id}.{lab.layout.hosts[host].name}"
+        return _fork(lambda: run_inside(namespace, body), folder / log)
+
+    hosts = range(scene.num_workers) if place is None else place.hosts
+    store_host = 0 if place is None else place.store
+    holder = fork(lambda: _hold_store(folder, address), "store.log", store_host)
     workers = {
-        rank: _fork(lambda rank=rank: _work(scene, rank, folder), folder / f"{rank}.log")
-        for rank in range(scene.num_workers)
+        rank: fork(lambda rank=rank: _work(scene, rank, folder, address), f"{rank}.log", host)
+        for rank, host in enumerate(hosts)
     }
-    return Running(scene, folder, holder, workers)
+    return Running(scene, folder, holder, workers, lab)
 
 
 def seconds_until_step(running: Running, worker: int, at: float, most_workers: int) -> float:
     """Return how long after a moment a worker completed a step with no more than so many."""
     steps = (taken for taken in running.taken(worker) if taken.at > at)
     return next((t.at - at for t in steps if t.num_workers <= most_workers), float("inf"))
+
+
+def longest_pause(running: Running, worker: int, at: float) -> float:
+    """Return the longest time between two steps of a worker, up to and after a moment."""
+    times = [taken.at for taken in running.taken(worker)]
+    return max(b - a for a, b in pairwise(times) if b > at)
 
 
 def _fork(body: Callable[[], None], log: Path) -> int:
@@ -156,27 +200,31 @@ def _fork(body: Callable[[], None], log: Path) -> int:
     return pid
 
 
-def _hold_store(folder: Path) -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True)
+def _hold_store(folder: Path, address: str) -> None:
+    store = TCPStore(address, 0, is_master=True)
     (folder / "port.part").write_text(str(store.port))
     (folder / "port.part").rename(folder / "port")
     time.sleep(3600)
 
 
-def _join_store(folder: Path) -> TCPStore:
+def _join_store(folder: Path, address: str) -> TCPStore:
     deadline = time.monotonic() + 30
     while not (folder / "port").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
-    return TCPStore("127.0.0.1", int((folder / "port").read_text()), is_master=False)
+    return TCPStore(address, int((folder / "port").read_text()), is_master=False)
 
 
-def _work(scene: Scene, rank: int, folder: Path) -> None:
+def _work(scene: Scene, rank: int, folder: Path, address: str) -> None:
     torch.set_num_threads(1)
+    if scene.place is not None:
+        os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    store = _join_store(folder)
+    store = _join_store(folder, address)
     store.set(f"started/{rank}", "")  # many start on few processors: the timeout is for training
     store.wait([f"started/{other}" for other in range(scene.num_workers)], timedelta(seconds=60))
     group = dist.ProcessGroup(store, rank, scene.num_workers)
+    if rank == scene.actor and scene.exit_s:
+        atexit.register(time.sleep, scene.exit_s)  # after what is registered later
     torch.manual_seed(rank)
     model = nn.Linear(200, 100)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -259,6 +307,20 @@ def _stall(seconds: float = 0.0) -> Callable[[Running], float]:
     return happen
 
 
+def _cut(link: str, seconds: float = 0.0) -> Callable[[Running], float]:
+    def happen(running: Running) -> float:
+        running.wait_for_step(FAULT_STEP, 3)
+        assert running.lab is not None
+        now = time.time()
+        running.lab.cut(link)
+        if seconds:
+            time.sleep(seconds)
+            running.lab.restore(link)
+        return now
+
+    return happen
+
+
 def _watch(running: Running) -> float:
     running.wait_for_step(FAULT_STEP, 3)
     return running.taken(3)[FAULT_STEP - 1].at
@@ -285,6 +347,8 @@ def _average_alone(gossip: Gossip) -> None:
 
 
 _OTHERS = (0, 1, 3)
+_EACH_ALONE = Place("5x1:1gbit/1gbit", (0, 1, 2, 3), 4)
+_TWO_NODES = Place("2x3:1gbit/1gbit", (0, 1, 3, 4), 2)
 
 FAULTS: dict[str, Fault] = {
     "killed": Fault(Scene(topology="ring"), _OTHERS, _kill(2)),
@@ -294,13 +358,16 @@ FAULTS: dict[str, Fault] = {
     "killed under tracking": Fault(Scene(algorithm="gradient_tracking"), _OTHERS, _kill(2)),
     "the first killed": Fault(Scene(), (1, 2, 3), _kill(0)),
     "two neighbours killed": Fault(Scene(6, "ring"), (0, 3, 4, 5), _kill(1, 2)),
+    "one of 16 killed": Fault(
+        Scene(16, num_steps=60), tuple(w for w in range(16) if w != 2), _kill(2)
+    ),
     "half killed": Fault(Scene(8), (0, 3, 5, 6), _kill(1, 2, 4, 7)),
     "all but one killed": Fault(Scene(), (3,), _kill(0, 1, 2)),
     "killed during recovery": Fault(Scene(5), (0, 3, 4), _kill(1, 2, pause_s=0.28)),
     "a torus of 6 becomes one of 5": Fault(Scene(6, "torus"), (0, 1, 3, 4, 5), _kill(2)),
     "stalled": Fault(Scene(), _OTHERS, _stall(), _resume, "the others went on without worker 2"),
     "stalled for a moment": Fault(Scene(), (0, 1, 2, 3), _stall(0.3)),
-    "raises": Fault(Scene(act=_raise), _OTHERS, _watch, words="bad sample"),
+    "raises": Fault(Scene(act=_raise, exit_s=3.0), _OTHERS, _watch, words="bad sample"),
     "ends early": Fault(Scene(act=Gossip.close), _OTHERS, _watch),
     "averages alone": Fault(
         Scene(act=_average_alone, topology="ring"),
@@ -309,19 +376,38 @@ FAULTS: dict[str, Fault] = {
         words="all workers must make the same calls",
     ),
     "killed with the store": Fault(Scene(), (), _kill_store, words="must reach the store"),
+    "a link cut": Fault(
+        Scene(place=_EACH_ALONE), _OTHERS, _cut("host2"), words="must reach the store"
+    ),
+    "half cut off": Fault(
+        Scene(place=_TWO_NODES), (0, 1), _cut("node1"), words="must reach the store"
+    ),
+    "a link cut for a moment": Fault(
+        Scene(place=_EACH_ALONE), (0, 1, 2, 3), _cut("host2", seconds=0.3)
+    ),
 }
 
 
-def play(names: Sequence[str], timeout_s: float) -> Iterator[dict[str, Any]]:
-    """Yield a row for each fault."""
+def playable() -> list[str]:
+    """Return the faults that this machine can play: some cut a link in a lab."""
+    try:
+        check_machine()
+    except UserError as error:
+        print(f"without a lab: {error}", file=sys.stderr)
+        return [name for name, fault in FAULTS.items() if fault.scene.place is None]
+    return [*FAULTS]
+
+
+def play(names: Sequence[str], timeout_s: float, together: int) -> Iterator[dict[str, Any]]:
+    """Yield a row for each fault; several run at a time, for they mostly wait."""
     torch.set_num_threads(1)
     torch.optim.SGD(nn.Linear(1, 1).parameters())  # imports much, and only once before the forks
     gc.freeze()  # or each of them would look for garbage in all of it when it ends
-    for batch in (names[i : i + _TOGETHER] for i in range(0, len(names), _TOGETHER)):
+    for batch in (names[i : i + together] for i in range(0, len(names), together)):
         faults = {name: FAULTS[name] for name in batch}
         scenes = {name: replace(f.scene, timeout_s=timeout_s) for name, f in faults.items()}
         running = {name: start(scene) for name, scene in scenes.items()}  # forks, before threads
-        with ThreadPoolExecutor(_TOGETHER) as pool:
+        with ThreadPoolExecutor(together) as pool:
             outcomes = pool.map(_outcome, faults.values(), running.values())
             for name, outcome in zip(batch, outcomes, strict=True):
                 yield {"fault": name, **outcome}
@@ -334,10 +420,16 @@ def _outcome(fault: Fault, running: Running) -> dict[str, Any]:
         fault.later(running)
     codes = running.wait(6 * running.scene.timeout_s + 15)
     ends = answers(running, fault.survivors)
-    seconds = [seconds_until_step(running, w, at, len(fault.survivors)) for w in fault.survivors]
+    num_left = len(fault.survivors)
+    seconds = [
+        seconds_until_step(running, w, at, num_left)
+        if num_left < running.scene.num_workers
+        else longest_pause(running, w, at)
+        for w in fault.survivors
+    ]
     others = [w for w in codes if w not in fault.survivors and codes[w] != -signal.SIGKILL]
     row: dict[str, Any] = {
-        "survivors": len(fault.survivors),
+        "survivors": num_left,
         "seconds": max(seconds, default=0.0),
         "steps_lost": sum(running.scene.num_steps - running.taken(w)[-1].step for w in ends),
         "went_on": [*ends] == [*fault.survivors]

@@ -34,7 +34,10 @@ _LOOK_EVERY_S = 1.0
 """How often a rank that waits for a connection looks whether others have failed."""
 
 _SETTLE_S = 0.02
-"""Of several ranks that end at one moment, the last one's connections close a little later."""
+"""How often a rank that lets go of connections looks whether their other ends are closed."""
+
+_CLOSING_S = 0.25
+"""How long it looks, at most: of ranks that end at one moment, the last one's close later."""
 
 _NEVER_SENT = 1 << 30
 """A tag that no message has."""
@@ -215,18 +218,23 @@ class Connections:
     def break_off(self) -> None:
         """Let go of messages in flight, so that peers see at once that this rank has failed.
 
-        From any thread. What waits here goes on to wait, until the other end is closed, too.
+        From any thread. What waits here goes on to wait, until the other end is closed, too. A
+        connection is kept until its peer has said that it is there, or its end is closed: nobody
+        could tell afterwards that a peer which says nothing is gone.
         """
-        time.sleep(_SETTLE_S)
         lanes, self._lanes = self._lanes, {}
         self._gloo.close()
-        for lane, group in lanes.items():
-            peer = lane[lane[0] == self.rank]
-            try:
-                # Nobody sends it: what is asked for is the error of a connection that has ended.
-                group.recv([torch.empty(1)], int(peer == lane[1]), _NEVER_SENT)
-            except RuntimeError:
-                self.detector.closed_peers.add(peer)
+        deadline = time.monotonic() + _CLOSING_S
+        while lanes and time.monotonic() < deadline:
+            time.sleep(_SETTLE_S)
+            heard = self.detector.heard()
+            for lane in [*lanes]:
+                peer = lane[lane[0] == self.rank]
+                if _has_ended(lanes[lane], int(peer == lane[1])):
+                    self.detector.closed_peers.add(peer)
+                    del lanes[lane]
+                elif peer in heard:
+                    del lanes[lane]
 
     def drop(self) -> None:
         """Let go of everything, whatever is in flight.
@@ -252,6 +260,15 @@ class Connections:
         """Keep all connections until the process is gone, whatever the interpreter lets go of."""
         for kept in (self.detector.board.store, *self._opened, *self._lanes.values()):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+
+
+def _has_ended(lane: ProcessGroup, peer: int) -> bool:
+    """Return whether the other end of a connection is closed."""
+    try:
+        lane.recv([torch.empty(1)], peer, _NEVER_SENT)  # nobody sends it: only errors come at once
+    except RuntimeError:
+        return True
+    return False
 
 
 def _turn(lane: tuple[int, int]) -> tuple[int, int, tuple[int, int]]:

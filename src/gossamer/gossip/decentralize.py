@@ -193,8 +193,11 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
     with contextlib.ExitStack() as stack, torch.no_grad():
         network = None
         if not joins:
-            announce = None if membership is None else partial(membership.announce, 0)
-            detector = FailureDetector(board, announce)
+            if membership is None:
+                detector = FailureDetector(board)
+            else:
+                heard = partial(membership.heard, 0, members)
+                detector = FailureDetector(board, partial(membership.announce, 0), heard)
             detector.watch()
             stack.enter_context(detector.leaving_on_error())
             rounds = rounds_to_connect(exchanged)

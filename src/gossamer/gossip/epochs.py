@@ -169,7 +169,8 @@ class Epochs:
     def _detector(self, membership: Membership, group: ProcessGroup) -> FailureDetector:
         """Return what notices the failures of that epoch."""
         announce = partial(membership.announce, membership.epoch)
-        detector = FailureDetector(NoticeBoard(group, self._timeout), announce)
+        heard = partial(membership.heard, membership.epoch, membership.members)
+        detector = FailureDetector(NoticeBoard(group, self._timeout), announce, heard)
         detector.watch()
         membership.watch(detector.alarm)
         return detector

@@ -66,10 +66,17 @@ class FailureDetector:
         board: what ranks tell each other.
         announce: tells others of a failure at once, in place of a search for its cause; survivors
             that go on learn who is gone when they agree on members.
+        heard: returns the ranks that have done so.
     """
 
-    def __init__(self, board: NoticeBoard, announce: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        board: NoticeBoard,
+        announce: Callable[[], None] | None = None,
+        heard: Callable[[], set[int]] = set[int],
+    ) -> None:
         self.board = board
+        self.heard = heard
         self._announce = announce
         self.break_off: Callable[[], None] = lambda: None
         """What lets go of connections after that, so that peers need not wait to see a failure."""
@@ -192,7 +199,8 @@ class FailureDetector:
     def raise_failure(self) -> None:
         """Raise what failed first, if anything did."""
         if self._failure is not None:
-            raise self._failure
+            with self._lock:  # until connections are let go of, which shows whose are closed
+                raise self._failure
 
     def failure(self, what: str, peers: tuple[int, ...], error: RuntimeError) -> ExchangeError:
         """Return the error to raise where a wait failed.

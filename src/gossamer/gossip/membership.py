@@ -223,6 +223,15 @@ class Membership:
         with contextlib.suppress(RuntimeError):
             self._ask(lambda: self._store.append(f"{epoch}/log", _line(alive=self.member)))
 
+    def heard(self, epoch: int, members: Sequence[int]) -> set[int]:
+        """Return the ranks of those who have said so; all, where the store does not answer."""
+        try:
+            log = self._ask(lambda: self._lines(f"{epoch}/log"))
+        except RuntimeError:
+            return {*range(len(members))}
+        alive = {line["alive"] for line in log if "alive" in line}
+        return {rank for rank, member in enumerate(members) if member in alive}
+
     # - When one is lost
 
     def arrive(self, arrival: Arrival) -> None:

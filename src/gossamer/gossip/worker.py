@@ -267,6 +267,8 @@ class Worker:
         raised = getattr(sys, "last_value", None)
         self.leave("ended without close()" if raised is None else f"raised {describe(raised)}")
         patience_s = _EXIT_WAIT_S if raised is None else _EXIT_WAIT_AFTER_ERROR_S
+        if raised is not None and self.epochs.survives:
+            self.epochs.current.drop()  # others go on without it, and need not wait for its end
         if self.mixer.state is MixerState.IN_FLIGHT:
             _log.warning("gossip was not closed; waiting for the exchange in flight")
             waiter = threading.Thread(target=_drain_quietly, args=(self.mixer,), daemon=True)
