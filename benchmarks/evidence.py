@@ -19,17 +19,21 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 import polars as pl
 import typer
 
+from benchmarks.claims import claims
 from gossamer.bench import experiment as experiments
-from gossamer.bench.analysis.statistics import interval
-from gossamer.bench.analysis.tabulate import rows_of
+from gossamer.bench.analysis import MEASURES, PHASES
+from gossamer.bench.analysis.observations import phase_dispersion, run_dispersion
+from gossamer.bench.analysis.statistics import Noise, interval, noise, p_value
+from gossamer.bench.analysis.tabulate import RunRows, join, rows_of
 from gossamer.bench.matrix import expand
 from gossamer.bench.store import Store
 from gossamer.bench.tuning import is_trial
@@ -47,6 +51,16 @@ _OF_METHOD = {
 }
 """Fields in which runs of one setting differ."""
 
+_FACTS = (
+    *("megabytes", "connections", "train_s"),
+    *(f"{phase} {measure}" for phase in PHASES for measure in MEASURES),
+)
+"""What is kept of a run besides its result, where it is known: what a worker sent, how many it
+heard per step, seconds in steps, and the dispersion of norms over replicas in each third."""
+
+_FEW_SEEDS = 4
+"""From so many on, a difference tells its own noise."""
+
 
 class Result(NamedTuple):
     """What one run came to."""
@@ -57,6 +71,8 @@ class Result(NamedTuple):
 
     commit: str
     date: str
+    facts: Mapping[str, float] = MappingProxyType({})
+    """By the names of ``_FACTS``."""
 
     @property
     def is_trial(self) -> bool:
@@ -89,14 +105,35 @@ def _from_records(store: Store) -> list[Result]:
                 rows.run["final"],
                 started.environment.get("commit", ""),
                 ended.date().isoformat(),
+                _facts(rows),
             )
         )
     return results
 
 
+def _facts(rows: RunRows) -> dict[str, float]:
+    """Return what is kept of a run besides its result."""
+    run = rows.run
+    known = {
+        "megabytes": run["bytes_sent"] / 1e6,
+        "connections": run["connections"],
+        "train_s": run["train_s"],
+    }
+    for row in run_dispersion(phase_dispersion(join([rows], {}))).iter_rows(named=True):
+        known |= {f"{row['phase']} {measure}": row[measure] for measure in MEASURES}
+    return {name: _rounded(known[name]) for name in _FACTS if known.get(name) is not None}
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
 def _from_file(path: Path) -> list[Result]:
     experiment = experiments.load(_EXPERIMENTS / f"{path.stem}.toml")
-    rows = {row["run_id"]: row for row in pl.read_csv(path).iter_rows(named=True)}
+    rows = {
+        row["run_id"]: row
+        for row in pl.read_csv(path, infer_schema_length=None).iter_rows(named=True)
+    }
     trials = {run_id: row["final"] for run_id, row in rows.items() if row["kind"] == "trial"}
     specs = {spec.id: spec for spec in expand(experiment, trials).runs}
     if unknown := rows.keys() - specs.keys():
@@ -105,7 +142,13 @@ def _from_file(path: Path) -> list[Result]:
             f"are not, such as {min(unknown)}; the experiment was edited since: run it again"
         )
     return [
-        Result(specs[run_id], row["final"], row["commit"], row["date"])
+        Result(
+            specs[run_id],
+            row["final"],
+            row["commit"],
+            row["date"],
+            {name: row[name] for name in _FACTS if row.get(name) is not None},
+        )
         for run_id, row in rows.items()
     ]
 
@@ -120,18 +163,22 @@ def varied(results: Sequence[Result]) -> list[str]:
 def write(results: Sequence[Result], path: Path) -> None:
     """Keep results, one per row, in the order of their settings, methods, rates and seeds."""
     fields = varied(results)
+    known = [name for name in _FACTS if any(name in result.facts for result in results)]
     rows = [
         {
             "run_id": result.spec.id,
             **{name: getattr(result.spec, name) for name in (*fields, "method", "lr", "seed")},
             "kind": "trial" if result.is_trial else "final",
-            "final": None if result.final is None else float(f"{result.final:.6g}"),
+            "final": None if result.final is None else _rounded(result.final),
+            **{name: result.facts.get(name) for name in known},
             "commit": result.commit,
             "date": result.date,
         }
         for result in results
     ]
-    ordered = pl.DataFrame(rows).sort(*fields, "method", "kind", "lr", "seed")
+    ordered = pl.DataFrame(rows, infer_schema_length=None).sort(
+        *fields, "method", "kind", "lr", "seed"
+    )
     write_atomic(path, ordered.write_csv)
 
 
@@ -143,15 +190,16 @@ def table(results: Sequence[Result], fields: Sequence[str] = ()) -> str:
     final = [result for result in results if not result.is_trial and result.final is not None]
     axes = varied(final)
     beside = "the default" if fields else "all-reduce"
-    heads = [*axes, "method", "rate", "seeds", "mean", f"from {beside}", "95 % interval"]
+    heads = [*axes, "method", "rate", "seeds", "mean", f"from {beside}", "95 % interval", "p"]
     lines = [_line(heads), f"|{'---|' * len(heads)}"]
     settings = sorted({_setting(result.spec, axes) for result in final})
     for setting in settings:
         own = [result for result in final if _setting(result.spec, axes) == setting]
+        known = _noise(own)
         for _, method in sorted({(r.spec.topology != CENTRALIZED, r.spec.method) for r in own}):
             runs = [result for result in own if result.spec.method == method]
             reference = _by_seed(r for r in own if _is_reference(r.spec, runs[0].spec, fields))
-            cells = [*setting, method, _rate(runs), len(runs), *_compared(runs, reference)]
+            cells = [*setting, method, _rate(runs), len(runs), *_compared(runs, reference, known)]
             lines.append(_line(cells))
     return "\n".join(lines)
 
@@ -184,23 +232,47 @@ def _rate(runs: Sequence[Result]) -> str:
     return " to ".join(f"{rate:g}" for rate in dict.fromkeys((rates[0], rates[-1])))
 
 
-def _compared(runs: Sequence[Result], reference: dict[int, float]) -> list[str]:
-    """Return the mean, and the paired difference to the reference with its interval."""
+def _noise(runs: Sequence[Result]) -> Noise | None:
+    """Return the noise of all methods of a setting over the seeds that all have, where few are.
+
+    Of a loss it is that of logarithms: differences are in parts of it.
+    """
+    by_method: dict[str, list[Result]] = {}
+    for run in runs:
+        by_method.setdefault(run.spec.method, []).append(run)
+    results = [_by_seed(own) for own in by_method.values()]
+    shared = sorted(set[int].intersection(*map(set, results)))
+    if not 1 < len(shared) < _FEW_SEEDS:
+        return None
+    as_compared = float if runs[0].spec.make_workload().higher_is_better else math.log
+    return noise([[as_compared(own[seed]) for seed in shared] for own in results])
+
+
+def _compared(
+    runs: Sequence[Result], reference: dict[int, float], known: Noise | None
+) -> list[str]:
+    """Return the mean, and the paired difference to the reference with its interval and p."""
     own = _by_seed(runs)
     mean = f"{statistics.fmean(own.values()):.4g}"
     shared = sorted(own.keys() & reference.keys())
     if not shared:
-        return [mean, "–", "–"]
+        return [mean, "–", "–", "–"]
     more_is_better = runs[0].spec.make_workload().higher_is_better
     scale = 1.0 if more_is_better else 100.0
     differences = [
         own[seed] - reference[seed] if more_is_better else own[seed] / reference[seed] - 1
         for seed in shared
     ]
-    found = interval(differences)
+    known = known if len(shared) < _FEW_SEEDS else None
+    found, p = interval(differences, known), p_value(differences, known)
     unit = "" if more_is_better else " %"
     low, high = (math.nan if end is None else scale * end for end in (found.low, found.high))
-    return [mean, f"{scale * found.mean:+.2g}{unit}", f"{low:+.2g} to {high:+.2g}"]
+    return [
+        mean,
+        f"{scale * found.mean:+.2g}{unit}",
+        f"{low:+.2g} to {high:+.2g}",
+        "–" if p is None else f"{p:.2g}",
+    ]
 
 
 def main(
@@ -221,6 +293,12 @@ def main(
     if out is not None:
         write(results, out)
     print(table(results, fields))
+    compared = [result for result in results if not result.is_trial and result.final is not None]
+    if found := claims([(r.spec, r.final, r.facts) for r in compared if r.final is not None]):
+        print(f"\n{found}")
+    seconds = [result.facts["train_s"] for result in results if "train_s" in result.facts]
+    if seconds:
+        print(f"\n{len(seconds)} runs, {sum(seconds) / 3600:.1f} hours in steps")
 
 
 if __name__ == "__main__":
