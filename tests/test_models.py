@@ -35,6 +35,7 @@ WORKERS, BATCH = 2, 2
         ("stdlib-gpt", 120_576),
         ("shakespeare-gpt", 834_304),
         ("wikitext2-lstm", 7_332_078),
+        ("wikitext2-lstm(width=16)", 570_078),
         ("multi30k-transformer", 8_058_880),
     ],
 )
