@@ -58,6 +58,9 @@ _FACTS = (
 """What is kept of a run besides its result, where it is known: what a worker sent, how many it
 heard per step, seconds in steps, and the dispersion of norms over replicas in each third."""
 
+_MOST_STEPS = 60
+"""That are kept of a run."""
+
 _FEW_SEEDS = 4
 """From so many on, a difference tells its own noise."""
 
@@ -182,32 +185,57 @@ def write(results: Sequence[Result], path: Path) -> None:
     write_atomic(path, ordered.write_csv)
 
 
-def table(results: Sequence[Result], fields: Sequence[str] = ()) -> str:
+def write_steps(folder: Path, path: Path) -> None:
+    """Keep how far apart workers were, and their target, at a few steps of runs with a control."""
+    tables: list[pl.DataFrame] = []
+    for story in Store(folder).stories():
+        rows = rows_of(story)
+        if rows is None or rows.run["control"] == "plain" or not len(rows.steps):
+            continue
+        few = rows.steps.gather_every(math.ceil(len(rows.steps) / _MOST_STEPS))
+        numbers = few.select("step", pl.col("lr", "distance", "target").round_sig_figs(4))
+        spec = rows.run["spec"]
+        tables.append(
+            numbers.select(
+                pl.lit(spec["method"]).alias("method"), pl.lit(spec["seed"]).alias("seed"), pl.all()
+            )
+        )
+    if not tables:
+        raise UserError(f"--steps needs runs with a control, got none in {folder}; leave it out")
+    ordered = pl.concat(tables).sort("method", "seed", "step")
+    write_atomic(path, ordered.write_csv)
+
+
+def table(results: Sequence[Result], fields: Sequence[str] = (), method: str = "") -> str:
     """Return Markdown: a row per setting and method, with its distance from its reference.
 
-    The reference is all-reduce, or, for ``fields``, the method with these at their defaults.
+    The reference is all-reduce; for ``fields``, the method with these at their defaults; or the
+    ``method`` of a name.
     """
     final = [result for result in results if not result.is_trial and result.final is not None]
     axes = varied(final)
-    beside = "the default" if fields else "all-reduce"
+    beside = method or ("the default" if fields else "all-reduce")
     heads = [*axes, "method", "rate", "seeds", "mean", f"from {beside}", "95 % interval", "p"]
     lines = [_line(heads), f"|{'---|' * len(heads)}"]
     settings = sorted({_setting(result.spec, axes) for result in final})
     for setting in settings:
         own = [result for result in final if _setting(result.spec, axes) == setting]
         known = _noise(own)
-        for _, method in sorted({(r.spec.topology != CENTRALIZED, r.spec.method) for r in own}):
-            runs = [result for result in own if result.spec.method == method]
-            reference = _by_seed(r for r in own if _is_reference(r.spec, runs[0].spec, fields))
-            cells = [*setting, method, _rate(runs), len(runs), *_compared(runs, reference, known)]
+        for _, name in sorted({(r.spec.topology != CENTRALIZED, r.spec.method) for r in own}):
+            runs = [result for result in own if result.spec.method == name]
+            chosen = (r for r in own if _is_reference(r.spec, runs[0].spec, fields, method))
+            reference = _by_seed(chosen)
+            cells = [*setting, name, _rate(runs), len(runs), *_compared(runs, reference, known)]
             lines.append(_line(cells))
     return "\n".join(lines)
 
 
-def _is_reference(spec: RunSpec, of: RunSpec, fields: Sequence[str]) -> bool:
+def _is_reference(spec: RunSpec, of: RunSpec, fields: Sequence[str], method: str) -> bool:
     """Return whether a run is of the method that another's method is measured by."""
     if spec.method == of.method:
         return False
+    if method:
+        return spec.method == method
     if not fields:
         return spec.topology == CENTRALIZED
     defaults = {name: RunSpec.model_fields[name].default for name in fields}
@@ -278,21 +306,31 @@ def _compared(
 def main(
     path: Annotated[Path, typer.Argument(help="Of gossamer bench run, or a file of this command.")],
     out: Annotated[Path | None, typer.Option(help="The file that keeps the results.")] = None,
+    steps: Annotated[
+        Path | None, typer.Option(help="The file that keeps distances and targets of a folder.")
+    ] = None,
     field: Annotated[
         list[str] | None,
         typer.Option(help="Compare with the method that has this field's default, as wire."),
     ] = None,
+    reference: Annotated[
+        str, typer.Option(help="Compare with the method of this name.", show_default="all-reduce")
+    ] = "",
 ) -> None:
     """Print what an experiment came to, and keep it."""
     fields = field or []
     if unknown := set(fields) - set(RunSpec.model_fields):
         raise UserError(f"--field must name a field of a run, got {min(unknown)!r}")
     results = read(path)
+    if reference and reference not in {result.spec.method for result in results}:
+        raise UserError(f"--reference must name a method of {path}, got {reference!r}")
     if not results:
         raise UserError(f"{path} must hold runs that have ended, got none; let it run on")
     if out is not None:
         write(results, out)
-    print(table(results, fields))
+    if steps is not None:
+        write_steps(path, steps)
+    print(table(results, fields, reference))
     compared = [result for result in results if not result.is_trial and result.final is not None]
     if found := claims([(r.spec, r.final, r.facts) for r in compared if r.final is not None]):
         print(f"\n{found}")

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import polars as pl
+import pytest
 from polars.testing import assert_frame_equal
 
 from benchmarks import evidence
 from benchmarks.claims import claims, observed
 from gossamer.bench.analysis import analyse
-from tests.stories import spec_of, story_of, write
+from gossamer.errors import UserError
+from tests.stories import LOG_EVERY, NUM_STEPS, spec_of, story_of, write
 
 GRAPHS = ("D_ring", "D_torus", "D_hypercube", "D_lattice(k=6)", "D_random_regular(k=3)", "D_star")
 
@@ -44,3 +46,16 @@ def test_observations_of_kept_results_are_those_of_the_records(tmp_path: Path) -
     assert facts["megabytes"].unique().to_list() == [0.06]
     ring = facts.filter(pl.col("method") == "D_ring")
     assert ring["connections"].unique().to_list() == [2]
+
+
+def test_distances_and_targets_of_controlled_runs_are_kept(tmp_path: Path) -> None:
+    """Of other runs nothing is; a folder of those alone is refused."""
+    controlled = spec_of("D_ring", control="constant(c=0.5)", log_every=1)
+    write(tmp_path / "runs", [story_of(controlled, 0.8), story_of(spec_of("D_ring"), 0.8)])
+    evidence.write_steps(tmp_path / "runs", tmp_path / "steps.csv")
+    kept = pl.read_csv(tmp_path / "steps.csv")
+    assert kept.columns == ["method", "seed", "step", "lr", "distance", "target"]
+    assert kept["step"].to_list() == list(range(LOG_EVERY, NUM_STEPS + 1, LOG_EVERY))
+    write(tmp_path / "plain", [story_of(spec_of("D_ring"), 0.8)])
+    with pytest.raises(UserError, match="needs runs with a control, got none"):
+        evidence.write_steps(tmp_path / "plain", tmp_path / "none.csv")
