@@ -19,17 +19,21 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple
 
 import polars as pl
 import typer
 
+from benchmarks.claims import claims
 from gossamer.bench import experiment as experiments
-from gossamer.bench.analysis.statistics import interval
-from gossamer.bench.analysis.tabulate import rows_of
+from gossamer.bench.analysis import MEASURES, PHASES
+from gossamer.bench.analysis.observations import phase_dispersion, run_dispersion
+from gossamer.bench.analysis.statistics import Noise, interval, noise, p_value
+from gossamer.bench.analysis.tabulate import RunRows, join, rows_of
 from gossamer.bench.matrix import expand
 from gossamer.bench.store import Store
 from gossamer.bench.tuning import is_trial
@@ -47,6 +51,19 @@ _OF_METHOD = {
 }
 """Fields in which runs of one setting differ."""
 
+_FACTS = (
+    *("megabytes", "connections", "train_s"),
+    *(f"{phase} {measure}" for phase in PHASES for measure in MEASURES),
+)
+"""What is kept of a run besides its result, where it is known: what a worker sent, how many it
+heard per step, seconds in steps, and the dispersion of norms over replicas in each third."""
+
+_MOST_STEPS = 60
+"""That are kept of a run."""
+
+_FEW_SEEDS = 4
+"""From so many on, a difference tells its own noise."""
+
 
 class Result(NamedTuple):
     """What one run came to."""
@@ -57,6 +74,8 @@ class Result(NamedTuple):
 
     commit: str
     date: str
+    facts: Mapping[str, float] = MappingProxyType({})
+    """By the names of ``_FACTS``."""
 
     @property
     def is_trial(self) -> bool:
@@ -89,14 +108,35 @@ def _from_records(store: Store) -> list[Result]:
                 rows.run["final"],
                 started.environment.get("commit", ""),
                 ended.date().isoformat(),
+                _facts(rows),
             )
         )
     return results
 
 
+def _facts(rows: RunRows) -> dict[str, float]:
+    """Return what is kept of a run besides its result."""
+    run = rows.run
+    known = {
+        "megabytes": run["bytes_sent"] / 1e6,
+        "connections": run["connections"],
+        "train_s": run["train_s"],
+    }
+    for row in run_dispersion(phase_dispersion(join([rows], {}))).iter_rows(named=True):
+        known |= {f"{row['phase']} {measure}": row[measure] for measure in MEASURES}
+    return {name: _rounded(known[name]) for name in _FACTS if known.get(name) is not None}
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
 def _from_file(path: Path) -> list[Result]:
     experiment = experiments.load(_EXPERIMENTS / f"{path.stem}.toml")
-    rows = {row["run_id"]: row for row in pl.read_csv(path).iter_rows(named=True)}
+    rows = {
+        row["run_id"]: row
+        for row in pl.read_csv(path, infer_schema_length=None).iter_rows(named=True)
+    }
     trials = {run_id: row["final"] for run_id, row in rows.items() if row["kind"] == "trial"}
     specs = {spec.id: spec for spec in expand(experiment, trials).runs}
     if unknown := rows.keys() - specs.keys():
@@ -105,7 +145,13 @@ def _from_file(path: Path) -> list[Result]:
             f"are not, such as {min(unknown)}; the experiment was edited since: run it again"
         )
     return [
-        Result(specs[run_id], row["final"], row["commit"], row["date"])
+        Result(
+            specs[run_id],
+            row["final"],
+            row["commit"],
+            row["date"],
+            {name: row[name] for name in _FACTS if row.get(name) is not None},
+        )
         for run_id, row in rows.items()
     ]
 
@@ -120,46 +166,76 @@ def varied(results: Sequence[Result]) -> list[str]:
 def write(results: Sequence[Result], path: Path) -> None:
     """Keep results, one per row, in the order of their settings, methods, rates and seeds."""
     fields = varied(results)
+    known = [name for name in _FACTS if any(name in result.facts for result in results)]
     rows = [
         {
             "run_id": result.spec.id,
             **{name: getattr(result.spec, name) for name in (*fields, "method", "lr", "seed")},
             "kind": "trial" if result.is_trial else "final",
-            "final": None if result.final is None else float(f"{result.final:.6g}"),
+            "final": None if result.final is None else _rounded(result.final),
+            **{name: result.facts.get(name) for name in known},
             "commit": result.commit,
             "date": result.date,
         }
         for result in results
     ]
-    ordered = pl.DataFrame(rows).sort(*fields, "method", "kind", "lr", "seed")
+    ordered = pl.DataFrame(rows, infer_schema_length=None).sort(
+        *fields, "method", "kind", "lr", "seed"
+    )
     write_atomic(path, ordered.write_csv)
 
 
-def table(results: Sequence[Result], fields: Sequence[str] = ()) -> str:
+def write_steps(folder: Path, path: Path) -> None:
+    """Keep how far apart workers were, and their target, at a few steps of runs with a control."""
+    tables: list[pl.DataFrame] = []
+    for story in Store(folder).stories():
+        rows = rows_of(story)
+        if rows is None or rows.run["control"] == "plain" or not len(rows.steps):
+            continue
+        few = rows.steps.gather_every(math.ceil(len(rows.steps) / _MOST_STEPS))
+        numbers = few.select("step", pl.col("lr", "distance", "target").round_sig_figs(4))
+        spec = rows.run["spec"]
+        tables.append(
+            numbers.select(
+                pl.lit(spec["method"]).alias("method"), pl.lit(spec["seed"]).alias("seed"), pl.all()
+            )
+        )
+    if not tables:
+        raise UserError(f"--steps needs runs with a control, got none in {folder}; leave it out")
+    ordered = pl.concat(tables).sort("method", "seed", "step")
+    write_atomic(path, ordered.write_csv)
+
+
+def table(results: Sequence[Result], fields: Sequence[str] = (), method: str = "") -> str:
     """Return Markdown: a row per setting and method, with its distance from its reference.
 
-    The reference is all-reduce, or, for ``fields``, the method with these at their defaults.
+    The reference is all-reduce; for ``fields``, the method with these at their defaults; or the
+    ``method`` of a name.
     """
     final = [result for result in results if not result.is_trial and result.final is not None]
     axes = varied(final)
-    beside = "the default" if fields else "all-reduce"
-    heads = [*axes, "method", "rate", "seeds", "mean", f"from {beside}", "95 % interval"]
+    beside = method or ("the default" if fields else "all-reduce")
+    heads = [*axes, "method", "rate", "seeds", "mean", f"from {beside}", "95 % interval", "p"]
     lines = [_line(heads), f"|{'---|' * len(heads)}"]
     settings = sorted({_setting(result.spec, axes) for result in final})
     for setting in settings:
         own = [result for result in final if _setting(result.spec, axes) == setting]
-        for _, method in sorted({(r.spec.topology != CENTRALIZED, r.spec.method) for r in own}):
-            runs = [result for result in own if result.spec.method == method]
-            reference = _by_seed(r for r in own if _is_reference(r.spec, runs[0].spec, fields))
-            cells = [*setting, method, _rate(runs), len(runs), *_compared(runs, reference)]
+        known = _noise(own)
+        for _, name in sorted({(r.spec.topology != CENTRALIZED, r.spec.method) for r in own}):
+            runs = [result for result in own if result.spec.method == name]
+            chosen = (r for r in own if _is_reference(r.spec, runs[0].spec, fields, method))
+            reference = _by_seed(chosen)
+            cells = [*setting, name, _rate(runs), len(runs), *_compared(runs, reference, known)]
             lines.append(_line(cells))
     return "\n".join(lines)
 
 
-def _is_reference(spec: RunSpec, of: RunSpec, fields: Sequence[str]) -> bool:
+def _is_reference(spec: RunSpec, of: RunSpec, fields: Sequence[str], method: str) -> bool:
     """Return whether a run is of the method that another's method is measured by."""
     if spec.method == of.method:
         return False
+    if method:
+        return spec.method == method
     if not fields:
         return spec.topology == CENTRALIZED
     defaults = {name: RunSpec.model_fields[name].default for name in fields}
@@ -184,43 +260,83 @@ def _rate(runs: Sequence[Result]) -> str:
     return " to ".join(f"{rate:g}" for rate in dict.fromkeys((rates[0], rates[-1])))
 
 
-def _compared(runs: Sequence[Result], reference: dict[int, float]) -> list[str]:
-    """Return the mean, and the paired difference to the reference with its interval."""
+def _noise(runs: Sequence[Result]) -> Noise | None:
+    """Return the noise of all methods of a setting over the seeds that all have, where few are.
+
+    Of a loss it is that of logarithms: differences are in parts of it.
+    """
+    by_method: dict[str, list[Result]] = {}
+    for run in runs:
+        by_method.setdefault(run.spec.method, []).append(run)
+    results = [_by_seed(own) for own in by_method.values()]
+    shared = sorted(set[int].intersection(*map(set, results)))
+    if not 1 < len(shared) < _FEW_SEEDS:
+        return None
+    as_compared = float if runs[0].spec.make_workload().higher_is_better else math.log
+    return noise([[as_compared(own[seed]) for seed in shared] for own in results])
+
+
+def _compared(
+    runs: Sequence[Result], reference: dict[int, float], known: Noise | None
+) -> list[str]:
+    """Return the mean, and the paired difference to the reference with its interval and p."""
     own = _by_seed(runs)
     mean = f"{statistics.fmean(own.values()):.4g}"
     shared = sorted(own.keys() & reference.keys())
     if not shared:
-        return [mean, "–", "–"]
+        return [mean, "–", "–", "–"]
     more_is_better = runs[0].spec.make_workload().higher_is_better
     scale = 1.0 if more_is_better else 100.0
     differences = [
         own[seed] - reference[seed] if more_is_better else own[seed] / reference[seed] - 1
         for seed in shared
     ]
-    found = interval(differences)
+    known = known if len(shared) < _FEW_SEEDS else None
+    found, p = interval(differences, known), p_value(differences, known)
     unit = "" if more_is_better else " %"
     low, high = (math.nan if end is None else scale * end for end in (found.low, found.high))
-    return [mean, f"{scale * found.mean:+.2g}{unit}", f"{low:+.2g} to {high:+.2g}"]
+    return [
+        mean,
+        f"{scale * found.mean:+.2g}{unit}",
+        f"{low:+.2g} to {high:+.2g}",
+        "–" if p is None else f"{p:.2g}",
+    ]
 
 
 def main(
     path: Annotated[Path, typer.Argument(help="Of gossamer bench run, or a file of this command.")],
     out: Annotated[Path | None, typer.Option(help="The file that keeps the results.")] = None,
+    steps: Annotated[
+        Path | None, typer.Option(help="The file that keeps distances and targets of a folder.")
+    ] = None,
     field: Annotated[
         list[str] | None,
         typer.Option(help="Compare with the method that has this field's default, as wire."),
     ] = None,
+    reference: Annotated[
+        str, typer.Option(help="Compare with the method of this name.", show_default="all-reduce")
+    ] = "",
 ) -> None:
     """Print what an experiment came to, and keep it."""
     fields = field or []
     if unknown := set(fields) - set(RunSpec.model_fields):
         raise UserError(f"--field must name a field of a run, got {min(unknown)!r}")
     results = read(path)
+    if reference and reference not in {result.spec.method for result in results}:
+        raise UserError(f"--reference must name a method of {path}, got {reference!r}")
     if not results:
         raise UserError(f"{path} must hold runs that have ended, got none; let it run on")
     if out is not None:
         write(results, out)
-    print(table(results, fields))
+    if steps is not None:
+        write_steps(path, steps)
+    print(table(results, fields, reference))
+    compared = [result for result in results if not result.is_trial and result.final is not None]
+    if found := claims([(r.spec, r.final, r.facts) for r in compared if r.final is not None]):
+        print(f"\n{found}")
+    seconds = [result.facts["train_s"] for result in results if "train_s" in result.facts]
+    if seconds:
+        print(f"\n{len(seconds)} runs, {sum(seconds) / 3600:.1f} hours in steps")
 
 
 if __name__ == "__main__":

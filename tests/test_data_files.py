@@ -35,6 +35,7 @@ from gossamer.workloads.wikitext import read_wikitext2
 FROM_FILES = {
     "fashion-mnist-cnn": "fashion-mnist/train-images-idx3-ubyte.gz",
     "cifar10-resnet20": "cifar-10-batches-bin/data_batch_1.bin",
+    "cifar10-resnet8": "cifar-10-batches-bin/data_batch_1.bin",
     "cifar10-densenet100": "cifar-10-batches-bin/data_batch_1.bin",
     "imagenet-resnet50": "imagenet/train",
     "wikitext2-lstm": "wikitext-2/wiki.train.tokens",
@@ -156,6 +157,12 @@ def test_cifar10_is_read_as_it_was_written(tmp_path: Path) -> None:
     assert np.array_equal(inputs[8:12].flatten(1), bytes_of(4, 3072, seed=2))
     assert data.train_targets[torch.arange(4)].tolist() == bytes_of(4, below=10).tolist()
     assert len(data.test_inputs) == 4
+    smaller = read_cifar10(tmp_path, per_file=4, pixels=16)
+    means = inputs.view(20, 3, 16, 2, 16, 2).double().mean((3, 5))
+    difference = smaller.train_inputs[torch.arange(20)].double() - means
+    assert difference.abs().max() <= 0.5  # of bytes
+    with pytest.raises(UserError, match="pixels of 8, 16 or 32, got 12"):
+        workloads.find("cifar10-resnet8(pixels=12)")
 
 
 def test_crops_are_windows_of_the_padded_image_and_seeded() -> None:

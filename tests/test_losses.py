@@ -294,4 +294,4 @@ def test_a_field_is_compared_with_its_default_on_the_same_graph() -> None:
         for seed in (0, 1, 2)
     ]
     lines = evidence.table(results, ["wire"]).splitlines()[2:]
-    assert [line.split(" | ")[-2] for line in lines] == ["–", "-0.02", "–", "-0.02"]
+    assert [line.split(" | ")[-3] for line in lines] == ["–", "-0.02", "–", "-0.02"]

@@ -14,7 +14,7 @@ from gossamer import Simulation, workloads
 from gossamer.workloads.models.convnet import small_convnet
 from gossamer.workloads.models.densenet import densenet100
 from gossamer.workloads.models.lstm import WordLSTM
-from gossamer.workloads.models.resnet import resnet20, resnet50
+from gossamer.workloads.models.resnet import resnet20, resnet50, small_resnet
 from gossamer.workloads.models.transformer import GPT, Translator
 
 WORKERS, BATCH = 2, 2
@@ -26,12 +26,16 @@ WORKERS, BATCH = 2, 2
         ("cifar10-resnet20", 269_722),  # 0.27 M
         ("cifar10-densenet100", 769_162),  # 0.77 M
         ("imagenet-resnet50", 25_557_032),  # 25.6 M
+        ("cifar10-resnet8", 19_218),
+        ("cifar10-resnet8(width=16, pixels=16)", 75_290),
+        ("fashion-mnist-cnn(width=4)", 13_254),
         ("digits-mlp", 9_610),
         ("digits-cnn", 6_138),
         ("fashion-mnist-cnn", 206_970),
         ("stdlib-gpt", 120_576),
         ("shakespeare-gpt", 834_304),
         ("wikitext2-lstm", 7_332_078),
+        ("wikitext2-lstm(width=16)", 570_078),
         ("multi30k-transformer", 8_058_880),
     ],
 )
@@ -41,9 +45,9 @@ def test_models_have_the_parameters_they_are_said_to_have(name: str, count: int)
     assert sum(parameter.numel() for parameter in model.parameters()) == count
 
 
-def test_resnet20_is_20_and_resnet50_is_50_layers_deep() -> None:
+def test_resnets_are_as_deep_as_their_names_say() -> None:
     """Layers with weights on the longest path: convolutions without projections, and the last."""
-    for model, depth in ((resnet20(), 20), (resnet50(), 50)):
+    for model, depth in ((small_resnet(1, 8), 8), (resnet20(), 20), (resnet50(), 50)):
         names = [
             name
             for name, module in model.named_modules()

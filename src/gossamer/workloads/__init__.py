@@ -43,6 +43,7 @@ WORKLOADS: dict[str, Callable[..., Workload]] = {
     "digits-cnn": digits.cnn,
     "stdlib-gpt": bytes_of_text.stdlib_gpt,
     "fashion-mnist-cnn": images.fashion_mnist_cnn,
+    "cifar10-resnet8": images.cifar10_resnet8,
     "cifar10-resnet20": images.cifar10_resnet20,
     "cifar10-densenet100": images.cifar10_densenet100,
     "imagenet-resnet50": imagenet.imagenet_resnet50,

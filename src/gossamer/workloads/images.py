@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -15,26 +15,32 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from gossamer.errors import UserError
 from gossamer.workloads.classification import classification
 from gossamer.workloads.files import DataFiles, data_folder
 from gossamer.workloads.models.convnet import small_convnet
 from gossamer.workloads.models.densenet import densenet100
-from gossamer.workloads.models.resnet import resnet20
+from gossamer.workloads.models.resnet import resnet20, small_resnet
 from gossamer.workloads.workload import Data, Options, Recipe, Workload
 
-_PADDING = 4
-"""Pixels by which a crop may be off the centre, at most."""
+_PADDING = 1 / 8
+"""By how much of its size a crop may be off the centre, at most: 4 pixels of CIFAR-10's."""
 
 _NESTEROV: Options = {"momentum": 0.9, "nesterov": True, "weight_decay": 1e-4}
 
 
-def fashion_mnist_cnn() -> Workload:
-    """Clothes, grey, 28 × 28 pixels; a network of 206,970 parameters."""
+def fashion_mnist_cnn(width: int = 16) -> Workload:
+    """Clothes, grey, 28 × 28 pixels; a network of 206,970 parameters, or a thinner one.
+
+    Args:
+        width: channels of the first convolution, to which the other layers are in proportion.
+    """
+    _check_width("fashion-mnist-cnn", width)
     return classification(
-        "fashion-mnist-cnn",
+        "fashion-mnist-cnn" if width == 16 else f"fashion-mnist-cnn(width={width})",
         version=1,
         num_train=60_000,
-        make_model=small_convnet,
+        make_model=partial(small_convnet, width=width),
         load=lambda: _fashion_mnist(data_folder()),
         transform=_fashion_floats,
         target=0.9,
@@ -55,20 +61,53 @@ def cifar10_resnet20() -> Workload:
     return _cifar10_workload("cifar10-resnet20", resnet20, target=0.91, reference_batch=128)
 
 
+def cifar10_resnet8(width: int = 8, pixels: int = 32) -> Workload:
+    """The network of ResNet-20's kind with 8 layers, for machines without accelerators.
+
+    Args:
+        width: channels of the first convolution; ResNet-20 has 16.
+        pixels: to which images are made smaller by averages, 32, 16 or 8; 16 take a fourth of the
+            time.
+    """
+    _check_width("cifar10-resnet8", width)
+    if pixels not in (8, 16, 32):
+        raise UserError(f"cifar10-resnet8 needs pixels of 8, 16 or 32, got {pixels}; use 16")
+    size = "" if pixels == 32 else f", pixels={pixels}"
+    return _cifar10_workload(
+        f"cifar10-resnet8(width={width}{size})",
+        partial(small_resnet, 1, width),
+        load=lambda: _cifar10(data_folder(), pixels),
+        target=0.6,
+        reference_batch=128,
+        epochs=30,
+    )
+
+
+def _check_width(name: str, width: int) -> None:
+    if not 1 <= width <= 256:
+        raise UserError(f"{name} needs a width of 1 to 256, got {width}; use 8")
+
+
 def cifar10_densenet100() -> Workload:
     """DenseNet-100-BC on CIFAR-10, one of DBench's applications."""
     return _cifar10_workload("cifar10-densenet100", densenet100, target=0.94, reference_batch=64)
 
 
 def _cifar10_workload(
-    name: str, make_model: Callable[[], nn.Module], *, target: float, reference_batch: int
+    name: str,
+    make_model: Callable[[], nn.Module],
+    load: Callable[[], Data] = lambda: _cifar10(data_folder()),
+    *,
+    target: float,
+    reference_batch: int,
+    epochs: int = 300,
 ) -> Workload:
     return classification(
         name,
         version=1,
         num_train=50_000,
         make_model=make_model,
-        load=lambda: _cifar10(data_folder()),
+        load=load,
         transform=cifar_floats,
         target=target,
         recipe=Recipe(
@@ -78,9 +117,9 @@ def _cifar10_workload(
             lr_schedule="steps",
             lr_scaling="linear",
             reference_batch=reference_batch,
-            warmup_epochs=5,
+            warmup_epochs=epochs / 60,
             batch_size=32,
-            epochs=300,
+            epochs=epochs,
             evaluate_samples=1000,
         ),
     )
@@ -97,15 +136,16 @@ def _fashion_floats(images: Tensor, _generator: np.random.Generator | None) -> T
 
 
 def cifar_floats(images: Tensor, generator: np.random.Generator | None) -> Tensor:
-    """Return floats; for training of images that are moved by up to 4 pixels, half of them flipped.
+    """Return floats; in training of images moved by up to an eighth, half of them flipped.
 
     All images are cut at once from views of every place that the crop can have.
     """
     if generator is not None:
         num, size = len(images), images.shape[-1]
-        top, left = torch.from_numpy(generator.integers(2 * _PADDING + 1, size=(2, num)))
+        padding = int(size * _PADDING)
+        top, left = torch.from_numpy(generator.integers(2 * padding + 1, size=(2, num)))
         flipped = torch.from_numpy(generator.random(num) < 0.5)
-        places = F.pad(images, (_PADDING,) * 4).unfold(2, size, 1).unfold(3, size, 1)
+        places = F.pad(images, (padding,) * 4).unfold(2, size, 1).unfold(3, size, 1)
         images = places[torch.arange(num), :, top, left]
         images = torch.where(flipped[:, None, None, None], images.flip(-1), images)
     return normalize(images, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
@@ -147,29 +187,37 @@ def _read_idx(files: DataFiles, part: str, num: int) -> tuple[Tensor, Tensor]:
 
 
 @cache
-def _cifar10(folder: Path) -> Data:
-    return read_cifar10(folder)
+def _cifar10(folder: Path, pixels: int = 32) -> Data:
+    return read_cifar10(folder, pixels=pixels)
 
 
-def read_cifar10(folder: Path, per_file: int = 10_000) -> Data:
-    """Read the binary version: per image a byte for its label, then red, green and blue planes."""
+def read_cifar10(folder: Path, per_file: int = 10_000, pixels: int = 32) -> Data:
+    """Read the binary version: per image a byte for its label, then red, green and blue planes.
+
+    Args:
+        folder: of the data.
+        per_file: images in each of the six files.
+        pixels: of the images that are returned; of fewer than 32, each is the mean of those in its
+            place.
+    """
     files = DataFiles("cifar10", folder)
-    records: list[Tensor] = []
+    images: list[Tensor] = []
+    labels: list[Tensor] = []
     for part in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
         name = f"cifar-10-batches-bin/{part}.bin"
         contents = files.read(name, per_file * 3073)
         rows = torch.from_numpy(np.frombuffer(contents, np.uint8).reshape(per_file, 3073).copy())
         _check_labels(files, name, rows[:, 0])
-        records.append(rows)
-    train, test = torch.cat(records[:5]), records[5]
-    labels = train[:, 0].long()
-    return Data(
-        train[:, 1:].reshape(-1, 3, 32, 32),
-        labels,
-        test[:, 1:].reshape(-1, 3, 32, 32),
-        test[:, 0].long(),
-        labels,
-    )
+        images.append(_smaller(rows[:, 1:].reshape(-1, 3, 32, 32), pixels))
+        labels.append(rows[:, 0].long())
+    train, train_labels = torch.cat(images[:5]), torch.cat(labels[:5])
+    return Data(train, train_labels, images[5], labels[5], train_labels)
+
+
+def _smaller(images: Tensor, pixels: int) -> Tensor:
+    if pixels == images.shape[-1]:
+        return images
+    return F.avg_pool2d(images.float(), images.shape[-1] // pixels).round_().to(torch.uint8)
 
 
 def _check_labels(files: DataFiles, name: str, labels: Tensor) -> None:

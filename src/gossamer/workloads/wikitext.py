@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gossamer.errors import UserError
 from gossamer.workloads.bytes_of_text import num_windows, windows
 from gossamer.workloads.evaluation import next_token_loss, perplexity
 from gossamer.workloads.files import DataFiles, data_folder
@@ -21,13 +22,19 @@ _VOCABULARY = 33_278
 _END = "<eos>"
 
 
-def wikitext2_lstm() -> Workload:
-    """An LSTM of 7,332,078 parameters (two layers of 200, output tied to input); perplexity."""
+def wikitext2_lstm(width: int = 200) -> Workload:
+    """An LSTM of 7,332,078 parameters (two layers of 200, output tied to input); perplexity.
+
+    Args:
+        width: of the layers and of a word; with 16, 570,078 parameters.
+    """
+    if not 1 <= width <= 2000:
+        raise UserError(f"wikitext2-lstm needs a width of 1 to 2000, got {width}; use 16")
     return Workload(
-        name="wikitext2-lstm",
+        name="wikitext2-lstm" if width == 200 else f"wikitext2-lstm(width={width})",
         version=1,
         num_train=num_windows(_NUM_TRAIN, _CONTEXT),
-        make_model=lambda: WordLSTM(_VOCABULARY, width=200),
+        make_model=lambda: WordLSTM(_VOCABULARY, width),
         load=lambda: _load(data_folder()),
         loss=next_token_loss,
         metric_name="perplexity",

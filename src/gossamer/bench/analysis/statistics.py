@@ -68,13 +68,36 @@ def interval(values: npt.ArrayLike, known: Noise | None = None) -> Interval:
     """
     a = np.asarray(values, np.float64)
     mean = float(a.mean())
-    if known is None and len(a) < 2:
+    error, freedom = _standard_error(a, known)
+    if freedom < 1:
         return Interval(mean, None, None, len(a))
-    variance, freedom = (
-        (float(a.var(ddof=1)), len(a) - 1) if known is None else (2 * known.variance, known.freedom)
-    )
-    half = float(stats.t.ppf(0.975, freedom)) * math.sqrt(variance / len(a))
+    half = float(stats.t.ppf(0.975, freedom)) * error
     return Interval(mean, mean - half, mean + half, len(a))
+
+
+def p_value(values: npt.ArrayLike, known: Noise | None = None) -> float | None:
+    """Return the two-sided p of values whose mean is 0: below 0.05 where ``interval`` leaves 0 out.
+
+    None for one value without known noise.
+
+    >>> round(p_value([1.0, 2.0, 3.0]), 3)
+    0.074
+    """
+    a = np.asarray(values, np.float64)
+    error, freedom = _standard_error(a, known)
+    if freedom < 1:
+        return None
+    if error == 0:
+        return float(a.mean() == 0)
+    return float(2 * stats.t.sf(abs(a.mean()) / error, freedom))
+
+
+def _standard_error(a: npt.NDArray[np.float64], known: Noise | None) -> tuple[float, int]:
+    """Return that of a mean, and its degrees of freedom: 0 where nothing tells it."""
+    if known is not None:
+        return math.sqrt(2 * known.variance / len(a)), known.freedom
+    variance = float(a.var(ddof=1)) if len(a) > 1 else math.nan
+    return math.sqrt(variance / len(a)), len(a) - 1
 
 
 def fit(x: npt.ArrayLike, y: npt.ArrayLike) -> Fit | None:

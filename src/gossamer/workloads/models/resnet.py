@@ -12,17 +12,28 @@ from torch.nn import functional as F
 
 def resnet20(num_classes: int = 10) -> nn.Module:
     """Return ResNet-20 for images of 32 × 32 pixels, 269,722 parameters."""
+    return small_resnet(3, 16, num_classes)
+
+
+def small_resnet(depth: int, width: int, num_classes: int = 10) -> nn.Module:
+    """Return the network for small images with 6 · depth + 2 layers.
+
+    Args:
+        depth: blocks of two convolutions for each of three sizes of the image.
+        width: channels in the first blocks; they double where the image is halved.
+        num_classes: outputs.
+    """
     blocks: list[nn.Module] = []
-    channels = 16
-    for width in (16, 32, 64):
-        for _ in range(3):
-            blocks.append(_Basic(channels, width))
-            channels = width
+    channels = width
+    for wider in (width, 2 * width, 4 * width):
+        for _ in range(depth):
+            blocks.append(_Basic(channels, wider))
+            channels = wider
     return _initialized(
         nn.Sequential(
-            *(_conv(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU()),
+            *(_conv(3, width, 3), nn.BatchNorm2d(width), nn.ReLU()),
             *blocks,
-            *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, num_classes)),
+            *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, num_classes)),
         )
     )
 
