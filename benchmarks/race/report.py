@@ -9,7 +9,8 @@ from typing import NamedTuple
 from rich.table import Table
 
 from benchmarks.race.methods import REFERENCE
-from gossamer import picture
+from gossamer.charts import page
+from gossamer.charts.theme import PALETTE
 
 
 class Point(NamedTuple):
@@ -73,7 +74,7 @@ def curves_at(points: Sequence[Point], rate: str) -> dict[str, list[Point]]:
 def draw(points: Sequence[Point], path: Path) -> None:
     """Write loss against seconds, a panel per rate."""
     rates = list(dict.fromkeys(point.rate for point in points))
-    figure = picture.subplots(rows=len(rates), cols=1, subplot_titles=rates)
+    figure = page.subplots(rows=len(rates), cols=1, subplot_titles=rates)
     methods = list(dict.fromkeys(point.method for point in points))
     for row, rate in enumerate(rates, start=1):
         for method, curve in curves_at(points, rate).items():
@@ -83,11 +84,11 @@ def draw(points: Sequence[Point], path: Path) -> None:
                 name=method,
                 legendgroup=method,
                 showlegend=row == 1,
-                line={"color": picture.PALETTE[methods.index(method) % len(picture.PALETTE)]},
+                line={"color": PALETTE[methods.index(method) % len(PALETTE)]},
                 row=row,
                 col=1,
             )
     figure.update_xaxes(title_text="seconds of training")
     figure.update_yaxes(title_text="loss of the mean replica")
-    figure.update_layout(template="simple_white", width=760, height=340 * len(rates) + 80)
-    picture.save(figure, path)
+    figure.update_layout(width=760, height=340 * len(rates) + 80)
+    page.save(figure, path)
