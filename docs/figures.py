@@ -14,6 +14,7 @@ from gossamer import picture
 from gossamer.bench import Store
 from gossamer.bench.analysis import analyse
 from gossamer.bench.report.writing import write_figures
+from gossamer.charts.page import save
 from gossamer.topology import CATALOGUE, parse
 from gossamer.topology.catalogue import example
 
@@ -25,7 +26,7 @@ WORKERS = 8
 def main() -> None:
     """Write the figures into docs/images."""
     catalogue = [parse(example(name), WORKERS) for name in CATALOGUE]
-    picture.save(picture.gallery(catalogue), IMAGES / "topologies.svg")
+    save(picture.gallery(catalogue), IMAGES / "topologies.svg")
     with TemporaryDirectory() as folder:
         write_figures(analyse(Store(RUNS).stories()), Path(folder))
         for name in ("distance", "decisions", "learning"):

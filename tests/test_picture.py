@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -9,22 +7,11 @@ import numpy as np
 import pytest
 
 from gossamer import picture
+from gossamer.charts.page import save
 from gossamer.errors import UserError
 from gossamer.topology import complete, one_peer_exponential, parse, ring, spaced, static
+from tests.browser import needs_browser
 from tests.catalogue import ALL_TOPOLOGIES
-
-needs_browser = pytest.mark.skipif(not shutil.which("chromium"), reason="chromium not installed")
-
-
-def open_in_browser(path: Path, profile: Path) -> subprocess.CompletedProcess[str]:
-    """Return the page after its scripts ran, and what the console said."""
-    flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking"
-    quiet = "--disable-component-update --disable-sync --disable-quic --enable-logging=stderr"
-    return subprocess.run(
-        ["chromium", *flags.split(), *quiet.split(), f"--user-data-dir={profile}",
-         "--virtual-time-budget=10000", "--dump-dom", path.as_uri()],
-        capture_output=True, text=True, check=True, timeout=50,
-    )  # fmt: skip
 
 
 def traces_of(figure: Any, kind: str = "") -> list[Any]:
@@ -118,20 +105,10 @@ def test_steps_without_communication_are_passed_over() -> None:
 
 
 @needs_browser
-def test_the_page_draws_offline_without_a_console_message(tmp_path: Path) -> None:
-    """A real browser opens the file, finds everything in it, and draws the figure."""
-    page = tmp_path / "graph.html"
-    picture.save(picture.draw(one_peer_exponential(8)), page)
-    opened = open_in_browser(page, tmp_path / "profile")
-    assert 'class="main-svg"' in opened.stdout
-    assert "CONSOLE" not in opened.stderr
-
-
-@needs_browser
 def test_an_image_is_written_whole(tmp_path: Path) -> None:
     """A PNG and nothing beside it."""
     path = tmp_path / "deep" / "graph.png"
-    picture.save(picture.draw(static(ring(5))), path)
+    save(picture.draw(static(ring(5))), path)
     assert path.read_bytes().startswith(b"\x89PNG")
     assert list(path.parent.iterdir()) == [path]
 
@@ -143,14 +120,14 @@ def test_without_a_browser_images_say_what_to_do(
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("BROWSER_PATH", str(tmp_path / "nowhere"))
     with pytest.raises(UserError, match=r"install chromium .* or write \.html"):
-        picture.save(picture.draw(static(ring(5))), tmp_path / "graph.png")
+        save(picture.draw(static(ring(5))), tmp_path / "graph.png")
 
 
 @pytest.mark.parametrize("name", ["graph.gif", "graph"])
 def test_other_kinds_of_file_are_refused(name: str, tmp_path: Path) -> None:
     """The error lists the kinds that exist."""
     with pytest.raises(UserError, match=r"\.html, \.png or \.svg file, got"):
-        picture.save(picture.draw(static(ring(5))), tmp_path / name)
+        save(picture.draw(static(ring(5))), tmp_path / name)
 
 
 def test_a_folder_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None:
@@ -159,5 +136,5 @@ def test_a_folder_that_cannot_be_written_is_a_user_error(tmp_path: Path) -> None
     (tmp_path / "folder.html").mkdir()
     for path in (tmp_path / "file" / "graph.html", tmp_path / "folder.html"):
         with pytest.raises(UserError, match="cannot write"):
-            picture.save(picture.draw(static(ring(5))), path)
+            save(picture.draw(static(ring(5))), path)
     assert {path.name for path in tmp_path.iterdir()} == {"file", "folder.html"}

@@ -12,7 +12,8 @@ from typing import Any, final
 from rich.table import Table
 
 from benchmarks.cluster.methods import LOCAL
-from gossamer import picture
+from gossamer.charts import page
+from gossamer.charts.theme import REFERENCE
 
 Sample = dict[str, Any]
 
@@ -134,9 +135,8 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
 
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Write the step times as bars, a group per rate; local steps, which do not wait, in grey."""
-    figure = picture.subplots()
+    figure = page.subplots()
     methods = dict.fromkeys(row.method for row in rows)
-    colors = iter(picture.PALETTE)
     for method in methods:
         own = [row for row in rows if row.method == method and row.rounds]
         figure.add_bar(
@@ -145,16 +145,14 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             text=[f"{row.ms_per_step:.0f}" for row in own],
             textposition="outside",
             name="compute alone" if method == LOCAL else method,
-            marker_color=picture.FAINT if method == LOCAL else next(colors),
+            marker_color=REFERENCE if method == LOCAL else None,
         )
     figure.update_yaxes(title_text="ms per step")
     figure.update_xaxes(title_text="rate of each host's link", type="category")
     figure.update_layout(
-        template="simple_white",
         width=720,
         height=340,
-        font={"family": "system-ui, sans-serif", "color": picture.INK},
         legend={"orientation": "h", "y": 1.15},
         margin={"l": 60, "r": 20, "t": 50, "b": 50},
     )
-    picture.save(figure, path)
+    page.save(figure, path)

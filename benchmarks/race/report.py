@@ -9,9 +9,10 @@ from typing import NamedTuple
 from rich.table import Table
 
 from benchmarks.race.methods import REFERENCE
-from gossamer import picture
+from gossamer.charts import page
+from gossamer.charts.theme import PALETTE
 
-_OURS = picture.PALETTE[0]
+_OURS, _OTHERS = PALETTE[0], "#c3cad2"
 
 
 class Point(NamedTuple):
@@ -81,17 +82,16 @@ def curves_at(points: Sequence[Point], rate: str) -> dict[str, list[Point]]:
 
 
 def _line_of(index: int) -> dict[str, str]:
-    colors = picture.PALETTE
     return {
-        "color": colors[index % len(colors)],
-        "dash": "solid" if index < len(colors) else "dash",
+        "color": PALETTE[index % len(PALETTE)],
+        "dash": "solid" if index < len(PALETTE) else "dash",
     }
 
 
 def draw(points: Sequence[Point], path: Path) -> None:
     """Write loss against seconds, a panel per rate."""
     rates = list(dict.fromkeys(point.rate for point in points))
-    figure = picture.subplots(rows=len(rates), cols=1, subplot_titles=rates)
+    figure = page.subplots(rows=len(rates), cols=1, subplot_titles=rates)
     methods = list(dict.fromkeys(point.method for point in points))
     for row, rate in enumerate(rates, start=1):
         for method, curve in curves_at(points, rate).items():
@@ -107,15 +107,15 @@ def draw(points: Sequence[Point], path: Path) -> None:
             )
     figure.update_xaxes(title_text="seconds of training")
     figure.update_yaxes(title_text="loss of the mean replica")
-    figure.update_layout(template="simple_white", width=760, height=340 * len(rates) + 80)
-    picture.save(figure, path)
+    figure.update_layout(width=760, height=340 * len(rates) + 80)
+    page.save(figure, path)
 
 
 def draw_bars(points: Sequence[Point], path: Path) -> None:
     """Write the time to DDP's loss as bars, a panel per rate, on a ground of its own."""
     rates = list(dict.fromkeys(point.rate for point in points))
     methods = [*dict.fromkeys(point.method for point in points)][::-1]
-    figure = picture.subplots(
+    figure = page.subplots(
         rows=1,
         cols=len(rates),
         shared_yaxes=True,
@@ -135,7 +135,7 @@ def draw_bars(points: Sequence[Point], path: Path) -> None:
             text=texts,
             textposition="outside",
             cliponaxis=False,
-            marker_color=[_OURS if "gossamer" in name else picture.FAINT for name in methods],
+            marker_color=[_OURS if "gossamer" in name else _OTHERS for name in methods],
             showlegend=False,
             row=1,
             col=column,
@@ -144,12 +144,8 @@ def draw_bars(points: Sequence[Point], path: Path) -> None:
             title_text="seconds to DDP's last loss", range=[0, 1.3 * slowest], col=column
         )
     figure.update_layout(
-        template="simple_white",
         width=860,
         height=90 + 32 * len(methods),
-        font={"family": "system-ui, sans-serif", "color": picture.INK, "size": 13},
         margin={"l": 170, "r": 20, "t": 40, "b": 50},
-        paper_bgcolor="white",
-        plot_bgcolor="white",
     )
-    picture.save(figure, path)
+    page.save(figure, path)

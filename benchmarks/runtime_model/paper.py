@@ -121,9 +121,10 @@ def _simulate(order: Order, c: float, variance: float, trials: int) -> float:
 
 
 def _draw(exchange_s: np.ndarray, points: dict[tuple[float, str], list[float]], path: Path) -> None:
-    from gossamer import picture
+    from gossamer.charts import page
+    from gossamer.charts.theme import PALETTE
 
-    figure = picture.subplots(
+    figure = page.subplots(
         rows=2,
         cols=len(VARIANCES),
         shared_xaxes=True,
@@ -136,7 +137,7 @@ def _draw(exchange_s: np.ndarray, points: dict[tuple[float, str], list[float]], 
     share = BUCKETS * exchange_s / computing
     for column, variance in enumerate(VARIANCES, start=1):
         reduced = np.asarray(points[variance, "all-reduce"])
-        for color, name in zip(picture.PALETTE[1:], ORDERS, strict=False):
+        for color, name in zip(PALETTE[1:], ORDERS, strict=False):
             times = np.asarray(points[variance, name])
             line = {"color": color, "width": 2}
             first = {"showlegend": column == 1, "legendgroup": name, "name": name}
@@ -150,13 +151,12 @@ def _draw(exchange_s: np.ndarray, points: dict[tuple[float, str], list[float]], 
     figure.update_yaxes(title_text="saving over all-reduce, %", row=2, col=1)
     figure.update_layout(
         title="8 workers, 4 buckets, θ = 0.2, complete topology",
-        template="simple_white",
         width=1100,
         height=640,
         legend={"orientation": "h", "y": -0.14},
         margin={"t": 90, "b": 90},
     )
-    picture.save(figure, path)
+    page.save(figure, path)
 
 
 @app.command()

@@ -1,22 +1,21 @@
 """Pictures of topologies: the graph and the matrix of each round, and the race to consensus.
 
-Figures are plotly's; ``save`` writes them as a page that opens offline, or as an image.
+Figures are plotly's, which ``charts.page.save`` writes. Workers stand on a circle, computed here:
+networkx' layouts are of its own graphs, node by node, and would be converted from arrays and back.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gossamer.charts.page import subplots
+from gossamer.charts.theme import PALETTE, REFERENCE
 from gossamer.errors import UserError
-from gossamer.extras import needed_by
-from gossamer.files import write_atomic
 from gossamer.topology import Round, Schedule
 from gossamer.topology.arrays import FloatArray, IntArray
 from gossamer.topology.spectrum import consensus_decay
@@ -34,11 +33,10 @@ _MAX_MATRIX_SIDE = 200
 _GALLERY_COLUMNS = 6
 _POINTS_PER_CURVE = 9
 
-# Okabe and Ito's palette: distinguishable with every common form of colour blindness.
-PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
-_DASHES = ("solid", "dash", "dot")
+_DASHES = ("solid", "dash", "dot", "longdash")
 _THUMBNAIL_DASHES = ("none", "7 4", "2 3", "8 3 2 3")
-INK, FAINT = "#1f2933", "#9aa5b1"
+_WORKER = "#52606d"
+"""With white letters on it, and seen on white and on black."""
 
 
 def check_drawable(num_workers: int, num_rounds: int = 1) -> None:
@@ -69,7 +67,6 @@ def draw(schedule: Schedule, num_rounds: int = 4) -> Figure:
         _add_matrix(figure, round, row=rows, column=columns if alone else index)
     figure.update_yaxes(title_text="receiver", row=rows, col=2 if alone else 1)
     figure.update_coloraxes(
-        colorscale="Blues",
         cmin=0,
         cmax=max(float(round.matrix().max()) for round in rounds),
         colorbar={
@@ -132,21 +129,6 @@ def gallery(schedules: Sequence[Schedule], steps: int = 16) -> Figure:
     )
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Write a figure as .html (self-contained), .png or .svg; the file is atomic.
-
-    Images need a Chrome or Chromium on the machine.
-    """
-    kind = path.suffix.lower()[1:]
-    if kind not in ("html", "png", "svg"):
-        raise UserError(
-            f"a picture is a .html, .png or .svg file, got {path.name!r}; change its ending"
-        )
-    page = kind == "html"
-    data = str(figure.to_html(include_plotlyjs=True)).encode() if page else _render(figure, kind)
-    write_atomic(path, lambda aside: aside.write_bytes(data))
-
-
 def thumbnail(schedule: Schedule, color: str, step: int = 0) -> str:
     """Return the graph of a step as a small SVG, to stand in a page.
 
@@ -179,46 +161,15 @@ def thumbnail(schedule: Schedule, color: str, step: int = 0) -> str:
     return f"{head}{''.join(paths)}</svg>"
 
 
-def _render(figure: Figure, kind: str) -> bytes:
-    with rendering("write .html, which needs neither"):
-        return figure.to_image(format=kind, scale=2 if kind == "png" else 1)
-
-
-@contextmanager
-def rendering(otherwise: str) -> Generator[None]:
-    """Let plotly's failure to make an image in this block say what it takes.
-
-    Args:
-        otherwise: what a user can do without a browser.
-    """
-    try:
-        yield
-    except (ImportError, RuntimeError, ValueError) as error:
-        raise UserError(
-            "images are drawn by kaleido in a Chrome or Chromium, and that failed "
-            f"({type(error).__name__}); install chromium and gossamer[bench], or {otherwise}"
-        ) from error
-
-
-def subplots(**layout: Any) -> Figure:
-    """Return an empty figure: plotly's make_subplots, or an error that says what to install."""
-    with needed_by("pictures need"):
-        from plotly.subplots import make_subplots
-    return make_subplots(**layout)
-
-
 def _finish(figure: Figure, *, title: str, width: int, height: int, legend: bool = False) -> Figure:
     figure.update_layout(
-        title={"text": title, "x": 0.02, "font": {"size": 20}},
-        template="simple_white",
-        font={"family": "system-ui, sans-serif", "color": INK, "size": 12},
+        title_text=title,
         width=width,
         height=height,
         margin={"l": 50, "r": 30, "t": 90, "b": 40},
         showlegend=legend,
         legend={"font": {"size": 11}},
     )
-    figure.update_annotations(font_size=12)
     return figure
 
 
@@ -262,7 +213,7 @@ def _add_graph(
         mode="markers+text" if named else "markers",
         text=[str(worker) for worker in range(num_workers)],
         textfont={"size": 9, "color": "white"},
-        marker={"size": 19 if named else float(np.clip(160 / num_workers, 2, 9)), "color": INK},
+        marker={"size": 19 if named else float(np.clip(160 / num_workers, 2, 9)), "color": _WORKER},
         hovertext=_hover_texts(rounds[0]) if num_workers <= 200 else None,
         hoverinfo="text",
         showlegend=False,
@@ -291,7 +242,7 @@ def _add_edges(
     if not round.symmetric:
         _add_arrowheads(figure, curves, color, at)
     if share < 1:
-        note = {"font": {"size": 10, "color": FAINT}, "showarrow": False}
+        note = {"font": {"size": 10, "color": REFERENCE}, "showarrow": False}
         figure.add_annotation(text=f"{share:.1%} of the edges drawn", x=0, y=-1.18, **note, **at)
 
 
@@ -374,7 +325,7 @@ def _add_matrix(figure: Figure, round: Round, *, row: int, column: int) -> None:
         col=column,
     )
     for update in (figure.update_xaxes, figure.update_yaxes):
-        update(showline=True, mirror=True, linecolor=FAINT, constrain="domain", row=row, col=column)
+        update(showgrid=False, showline=True, mirror=True, constrain="domain", row=row, col=column)
     anchor = _axis_name(figure, row, column)
     figure.update_yaxes(autorange="reversed", scaleanchor=anchor, row=row, col=column)
     figure.update_xaxes(title_text="sender", row=row, col=column)

@@ -154,8 +154,9 @@ def _save_pictures(
     if not paths:
         return
     from gossamer import picture  # plotly takes a while to import
+    from gossamer.charts.page import save
 
     figure = picture.gallery(schedules) if name is None else picture.draw(schedules[0], rounds)
     for path in paths:
-        picture.save(figure, path)
+        save(figure, path)
         say(f"wrote {path}")

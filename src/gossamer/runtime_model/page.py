@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import html
-import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gossamer.charts.page import render, subplots
+from gossamer.charts.theme import PALETTE
 from gossamer.files import write_atomic
-from gossamer.picture import INK, PALETTE, subplots
 from gossamer.runtime_model.methods import DDP, METHODS, Job, build
 from gossamer.runtime_model.model import Event, Task, predict, timeline
 from gossamer.runtime_model.plan import Advice, Plan
@@ -22,56 +21,50 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 _TASKS: dict[Task, tuple[str, str]] = {
-    "F": ("F forward", "#56B4E9"),
-    "B": ("B backward", "#0072B2"),
-    "U": ("U update", "#E69F00"),
-    "C": ("C communication", "#D55E00"),
+    "F": ("F forward", PALETTE[5]),
+    "B": ("B backward", PALETTE[0]),
+    "U": ("U update", PALETTE[4]),
+    "C": ("C communication", PALETTE[1]),
 }
 _WORKERS_SHOWN = 4
 _ITERATIONS_SHOWN = 3
 _RATES = np.geomspace(1 / 32, 8, 13)
 _VARIANCES = (0.0, 0.0017, 0.005, 0.0134, 0.03, 0.06)
 _TRIALS = 8
-_HERE = {"dash": "dot", "color": INK, "width": 2}
-
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1f2933; max-width: 1120px; margin: 2em auto;
-       padding: 0 1em; }
-h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; }
-table { border-collapse: collapse; margin: .5em 0; }
-th, td { padding: .25em .9em; text-align: right; border-bottom: 1px solid #e4e7eb; }
-th:first-child, td:first-child { text-align: left; }
-tr.advised { background: #e3f4ee; font-weight: 600; }
-.advice { background: #f5f7fa; border-left: 4px solid #009E73; padding: .6em 1em; margin: .6em 0; }
-.stay { border-color: #D55E00; }
-.note { color: #616e7c; font-size: .9em; }
-"""
+_HERE = {"dash": "dot", "width": 2}
 
 
 def write_page(plan: Plan, path: Path) -> None:
     """Write a plan as one .html file with everything in it."""
-    figures = [
+    sections = [
         (
+            "timeline",
             "Timeline",
             "The first iterations of some workers, computing above and communicating below.",
             _timelines(plan),
         ),
-        ("Where the saving comes from", _SPLIT_NOTE, _splits(plan.advice)),
-        ("Speed-up over the variance of compute time", _note(plan), _sweep_variances(plan)),
+        ("saving", "Where the saving comes from", _SPLIT_NOTE, _splits(plan.advice)),
+        (
+            "variance",
+            "Speed-up over the variance of compute time",
+            _note(plan),
+            _sweep_variances(plan),
+        ),
     ]
     between = plan.profile.network.between
     if between is not None:
         rates = _sweep_rates(plan, between.bits_s / 1e9)
-        figures.append(("Speed-up over the rate between nodes", _note(plan), rates))
-    parts = [_heading(plan), *(_scale(plan, advice) for advice in plan.advice)]
-    parts.append(f'<p class="note">{html.escape(legend(plan.rows))}</p>')
-    for index, (title, note, figure) in enumerate(figures):
-        drawn = figure.to_html(full_html=False, include_plotlyjs=index == 0)
-        parts.append(f'<h2>{title}</h2><p class="note">{html.escape(note)}</p>{drawn}')
-    title = html.escape(f"Plan: {plan.profile.name}")
-    page = (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f"<style>{_STYLE}</style></head><body>{''.join(parts)}</body></html>\n"
+        sections.append(("rate", "Speed-up over the rate between nodes", _note(plan), rates))
+    page = render(
+        "gossamer.runtime_model",
+        "plan.html",
+        {name: figure for name, *_, figure in sections},
+        plan=plan,
+        sections=sections,
+        description=describe(plan.profile),
+        legend=legend(plan.rows),
+        columns_of=columns_of,
+        stay=DDP,
     )
     write_atomic(path, lambda aside: aside.write_text(page))
 
@@ -88,29 +81,6 @@ def _note(plan: Plan) -> str:
 
 def _largest(plan: Plan) -> int:
     return max(advice.workers for advice in plan.advice)
-
-
-def _heading(plan: Plan) -> str:
-    where = ", ".join(f"{key} {value}" for key, value in plan.profile.environment.items())
-    note = f'<p class="note">Profile: {html.escape(where)}</p>' if where else ""
-    return f"<h1>Does decentralization pay?</h1><p>{html.escape(describe(plan.profile))}</p>{note}"
-
-
-def _scale(plan: Plan, advice: Advice) -> str:
-    stay = " stay" if advice.method == DDP else ""
-    here = [row for row in plan.rows if row.workers == advice.workers]
-    columns = columns_of(here)
-    heads = "".join(f"<th>{html.escape(heading)}</th>" for heading in columns)
-    rows = "".join(
-        f"<tr{' class=advised' if row.method == advice.method else ''}>"
-        + "".join(f"<td>{html.escape(cell(row))}</td>" for cell in columns.values())
-        + "</tr>"
-        for row in here
-    )
-    return (
-        f'<h2>{advice.workers} workers</h2><div class="advice{stay}">{html.escape(advice.reason)}'
-        f"</div><table><tr>{heads}</tr>{rows}</table>"
-    )
 
 
 def _timelines(plan: Plan) -> Figure:
@@ -152,7 +122,7 @@ def _add_timeline(figure: Figure, events: Sequence[Event], row: int) -> None:
             x=[1e3 * (event.end_s - event.start_s) for event in own],
             base=[1e3 * event.start_s for event in own],
             # Lines between buckets, but none where they would hide bars as thin as they are.
-            marker={"color": color, "line": {"color": "white", "width": 0.6 * (task in "BC")}},
+            marker={"color": color, "line": {"width": 0.6 * (task in "BC")}},
             customdata=[(event.iteration, event.bucket) for event in own],
             hovertemplate="iteration %{customdata[0]}, bucket %{customdata[1]}: %{x:.3g} ms",
             name=name,
@@ -173,12 +143,11 @@ def _splits(advice: Sequence[Advice]) -> Figure:
         "links": [each.split.links_s / each.split.ddp_s for each in advice],
         "tolerance": [each.split.tolerance_s / each.split.ddp_s for each in advice],
     }
-    for color, (name, shares) in zip(PALETTE, parts.items(), strict=False):
+    for name, shares in parts.items():
         figure.add_bar(
             x=[f"{each.workers} workers" for each in advice],
             y=[100 * share for share in shares],
             name=name,
-            marker_color=color,
             hovertemplate="%{y:.1f} points",
         )
     figure.update_layout(barmode="relative")
@@ -188,7 +157,7 @@ def _splits(advice: Sequence[Advice]) -> Figure:
 
 def _sweep_rates(plan: Plan, gbit: float) -> Figure:
     figure = _sweep(plan, _RATES.tolist(), Profile.with_rate, gbit)
-    figure.update_xaxes(type="log", title_text="Gbit/s between nodes")
+    figure.update_xaxes(type="log", dtick="D2", title_text="Gbit/s between nodes")
     figure.add_vline(x=gbit, line=_HERE)
     return figure
 
@@ -216,28 +185,21 @@ def _sweep(
 
     ddp = np.asarray(seconds(DDP))
     figure = subplots(rows=1, cols=1)
-    for color, name in zip(itertools.cycle(PALETTE), names, strict=False):
+    for name in names:
         figure.add_scatter(
             x=[value * unit for value in values],
             y=ddp / np.asarray(seconds(name)),
             mode="lines+markers",
             name=name,
-            line={"color": color, "width": 2},
-            marker={"size": 5},
             hovertemplate="%{y:.2f}",
         )
-    figure.add_hline(y=1, line={"color": INK, "width": 1})
+    figure.add_hline(y=1, line_width=1)
     figure.update_yaxes(title_text="DDP's time / this one's")
     return _finish(figure, 420)
 
 
 def _finish(figure: Figure, height: int) -> Figure:
-    figure.update_layout(
-        template="simple_white",
-        font={"family": "system-ui, sans-serif", "color": INK, "size": 12},
-        width=1080,
-        height=height,
-        margin={"l": 90, "r": 20, "t": 40, "b": 50},
-        hovermode="closest",
+    legend = {"orientation": "h", "y": 1.05, "yanchor": "bottom", "x": 0}
+    return figure.update_layout(
+        height=height, margin={"l": 46, "r": 8, "t": 60, "b": 44}, legend=legend
     )
-    return figure

@@ -22,6 +22,7 @@ from gossamer.bench.report.style import Style, styles
 from gossamer.bench.report.target_figures import profile_figure, target_figure
 from gossamer.bench.report.traces import Trace, band, line, mark, numbers, points, thin
 from gossamer.bench.report.tuning_figures import sensitivity_figure
+from gossamer.charts.theme import REFERENCE
 
 _TENSORS = 6
 """The most tensors whose dispersion can be looked at one by one."""
@@ -283,7 +284,7 @@ def _fit_lines(analysis: Analysis) -> Iterator[Trace]:
             "x": numbers(ends),
             "y": numbers(row["intercept"] + row["slope"] * math.log10(x) for x in ends),
             "name": "fit",
-            "line": {"color": "#808080", "width": 1.5},
+            "line": {"color": REFERENCE, "width": 1.5},
             "hovertemplate": f"fit: {row['slope']:+.3g} per factor 10, R² {row['r2']:.2f}"
             "<extra></extra>",
             "meta": meta,

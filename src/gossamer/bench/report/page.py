@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import jinja2
 import polars as pl
 from markupsafe import Markup
-from plotly.offline import get_plotlyjs
 
 from gossamer.bench.analysis import MEASURES, Analysis
 from gossamer.bench.analysis.mixing import LONGEST_PERIOD, schedule_of
@@ -18,9 +15,13 @@ from gossamer.bench.report import words
 from gossamer.bench.report.figures import Figure, figures, method_styles
 from gossamer.bench.report.reading import Results
 from gossamer.bench.report.remarks import remarks
+from gossamer.charts.page import templates, to_script
 from gossamer.errors import UserError
 from gossamer.picture import thumbnail
 from gossamer.topology import Schedule
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 _MOST_GRAPHS = 60
 _MOST_ROWS = 400
@@ -42,7 +43,7 @@ def render(
         **(made or content(results)),
         results=results,
         refresh_s=refresh_s,
-        plotly=Markup(get_plotlyjs()),
+        connect="'self'" if refresh_s else "'none'",
     )
 
 
@@ -90,20 +91,12 @@ def _data(analysis: Analysis, drawn: list[Figure]) -> Markup:
         "methods": {name: style._asdict() for name, style in method_styles(runs).items()},
         "figures": {figure.name: figure._asdict() for figure in drawn},
     }
-    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    # In a script element nothing but its end has a meaning.
-    return Markup(text.replace("<", "\\u003c"))
+    return to_script(data)
 
 
 @lru_cache(maxsize=1)
-def _templates() -> jinja2.Environment:
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("gossamer.bench.report", "templates"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
-    )
+def _templates() -> Environment:
+    environment = templates("gossamer.bench.report")
     environment.filters |= {
         "number": words.number,
         "megabytes": words.megabytes,

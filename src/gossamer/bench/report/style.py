@@ -5,12 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from gossamer.picture import PALETTE
+from gossamer.charts.theme import PALETTE, REFERENCE
 
-# Those of Okabe and Ito's colours that can be seen on white and on black; grey is for what is
-# compared with.
-_COLORS = PALETTE[:6]
-_REFERENCE = "#808080"
 _DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
 _SYMBOLS = (
     "circle",
@@ -41,9 +37,9 @@ def styles(decentralized: Iterable[str], centralized: Iterable[str]) -> dict[str
     Colours repeat after six, dashes after thirty and symbols after eleven: 330 methods differ.
     """
     return {
-        **{name: _style(_REFERENCE, number, number) for number, name in enumerate(centralized)},
+        **{name: _style(REFERENCE, number, number) for number, name in enumerate(centralized)},
         **{
-            name: _style(_COLORS[number % len(_COLORS)], number // len(_COLORS), number)
+            name: _style(PALETTE[number % len(PALETTE)], number // len(PALETTE), number)
             for number, name in enumerate(decentralized)
         },
     }

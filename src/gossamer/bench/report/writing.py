@@ -15,9 +15,10 @@ from gossamer.bench.report.figures import Figure, figures
 from gossamer.bench.report.latex import to_latex
 from gossamer.bench.report.page import render
 from gossamer.bench.report.reading import Reader, Results
+from gossamer.charts.page import rendering
+from gossamer.charts.theme import LIGHT, template
 from gossamer.extras import needed_by
 from gossamer.files import write_all_atomic, write_atomic
-from gossamer.picture import rendering
 
 _NOT_IN_FILE_NAMES = r"[^\w.=()-]+"
 _IMAGES = ("png", "svg", "pdf")
@@ -126,9 +127,7 @@ def _chart(
     scale = "" if workers is None else f", {workers} workers"
     names = {"xaxis": traces[0]["meta"]["x"], "yaxis": traces[0]["meta"]["y"]}
     axes = {
-        key: {"gridcolor": "#dde2e8", "zeroline": False, **figure.axes.get(key, {})}
-        | {"title": {"text": text}}
-        for key, text in names.items()
+        key: {**figure.axes.get(key, {}), "title": {"text": text}} for key, text in names.items()
     }
     seen: set[str] = set()
     data = [
@@ -137,10 +136,8 @@ def _chart(
         for trace in traces
     ]
     layout = {
-        "title": {"text": f"{figure.title}{of}{scale}", "font": {"size": 16}},
-        "font": {"family": "system-ui, sans-serif", "color": "#1c232b"},
-        "paper_bgcolor": "white",
-        "plot_bgcolor": "white",
+        "template": template(LIGHT),
+        "title": {"text": f"{figure.title}{of}{scale}"},
         "width": 900,
         "height": 540,
         **axes,

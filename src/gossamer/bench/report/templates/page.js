@@ -1,4 +1,3 @@
-"use strict";
 (() => {
   const DASHES = { solid: "", dash: "6 4", dot: "2 3", dashdot: "6 3 2 3", longdash: "9 4" };
   const SHAPES = {
@@ -7,11 +6,8 @@
     x: "M-5-3L-3-5L0-2L3-5L5-3L2 0L5 3L3 5L0 2L-3 5L-5 3L-2 0Z", star: "M0-5.5L1.5-1.8L5.3-1.7L2.4.8L3.3 4.5L0 2.4L-3.3 4.5L-2.4.8L-5.3-1.7L-1.5-1.8Z",
     pentagon: "M0-5L4.8-1.5L2.9 4H-2.9L-4.8-1.5Z", hexagram: "M0-5L1.5-2.5H4.5L3 0L4.5 2.5H1.5L0 5L-1.5 2.5H-4.5L-3 0L-4.5-2.5H-1.5Z", bowtie: "M-5-4L0 0L5-4V4L0 0L-5 4Z",
   };
-  const dark = matchMedia("(prefers-color-scheme: dark)");
-  const narrow = matchMedia("(max-width: 640px)");
   let data = JSON.parse(document.getElementById("data").textContent);
   const state = { workload: "", scales: null, hidden: new Set(), choices: {}, open: !narrow.matches };
-  let watcher;
 
   // - The filter: kept in the address, so that it outlives a reload and can be shared
 
@@ -93,12 +89,6 @@
 
   // - Figures
 
-  function theme() {
-    const css = getComputedStyle(document.documentElement);
-    const color = (name) => css.getPropertyValue(name).trim();
-    return { ink: color("--ink"), soft: color("--soft"), line: color("--line"), card: color("--card") };
-  }
-
   function chosenTraces(figure) {
     const choice = state.choices[figure.name];
     return figure.traces.filter(({ meta }) => (meta.workload === null || meta.workload === state.workload) && (meta.workers === null || hasScale(meta.workers))
@@ -130,31 +120,20 @@
     return { tickvals: near, ticktext: near.map((value) => (value < 1e-3 || value >= 1e5 ? value.toExponential().replace("+", "") : String(value))), tickangle: 0 };
   }
 
+  // Facets are plotly's grid. Its legend would be one per figure, and forget what it hides when the
+  // page is opened again: the filter, whose chips have the methods' looks, is the legend of all.
   function layoutOf(figure, traces, width) {
-    const colors = theme();
-    const axis = { gridcolor: colors.line, linecolor: colors.line, zeroline: false, ticks: "outside", tickcolor: colors.line, ticklen: 4, automargin: true, title: { standoff: 8 } };
-    const own = { xaxis: { ...figure.axes.xaxis, ...ticks(figure, traces, "x") }, yaxis: { ...figure.axes.yaxis, ...ticks(figure, traces, "y") } };
     const facets = figure.faceted ? [...new Set(traces.map((trace) => trace.meta.workers))].sort((a, b) => a - b) : [null];
     const columns = narrow.matches ? 1 : Math.min(facets.length, width > 900 && facets.length !== 4 ? 3 : 2);
     const rows = Math.ceil(facets.length / columns);
     const height = rows === 1 && columns === 1 ? (narrow.matches ? 280 : 380) : rows * (narrow.matches ? 230 : 280) + 30;
-    const layout = {
-      height, margin: { l: 46, r: 8, t: 28, b: 44 }, showlegend: false, hovermode: "closest",
-      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", annotations: [], dragmode: narrow.matches ? false : "zoom",
-      font: { family: "system-ui, sans-serif", size: 12, color: colors.soft },
-      modebar: { bgcolor: "rgba(0,0,0,0)", color: colors.soft, activecolor: colors.ink },
-      hoverlabel: { bgcolor: colors.card, bordercolor: colors.line, font: { color: colors.ink }, align: "left" },
-    };
-    const gapX = columns > 1 ? 0.06 : 0, gapY = rows > 1 ? (narrow.matches ? 58 : 70) / height : 0;
-    const breadth = (1 - gapX * (columns - 1)) / columns, tall = (1 - gapY * (rows - 1)) / rows;
+    const layout = { height, margin: { l: 46, r: 8, t: 28, b: 44 }, showlegend: false, annotations: [], grid: { rows, columns, pattern: "independent", xgap: 0.12, ygap: 0.3 } };
     facets.forEach((workers, place) => {
-      const column = place % columns, row = Math.floor(place / columns), suffix = place ? String(place + 1) : "";
-      const left = column * (breadth + gapX), top = 1 - row * (tall + gapY);
-      const lowest = place + columns >= facets.length;
-      layout["xaxis" + suffix] = { ...axis, ...own.xaxis, domain: [left, left + breadth], anchor: "y" + suffix, ...(place ? { matches: "x" } : {}), title: { text: lowest && traces.length ? traces[0].meta.x : "", standoff: 8 } };
-      layout["yaxis" + suffix] = { ...axis, ...own.yaxis, domain: [Math.max(0, top - tall), top], anchor: "x" + suffix, ...(place ? { matches: "y" } : {}), showticklabels: column === 0 };
+      const suffix = place ? String(place + 1) : "", lowest = place + columns >= facets.length;
+      layout["xaxis" + suffix] = { ...figure.axes.xaxis, ...ticks(figure, traces, "x"), ...(place ? { matches: "x" } : {}), title: { text: lowest && traces.length ? traces[0].meta.x : "" } };
+      layout["yaxis" + suffix] = { ...figure.axes.yaxis, ...ticks(figure, traces, "y"), ...(place ? { matches: "y" } : {}), showticklabels: place % columns === 0 };
       if (workers !== null)
-        layout.annotations.push({ text: `<b>${workers} workers</b>`, xref: "paper", yref: "paper", x: left, y: top, xanchor: "left", yanchor: "bottom", showarrow: false, font: { color: colors.ink, size: 12 } });
+        layout.annotations.push({ text: `<b>${workers} workers</b>`, xref: `x${suffix} domain`, yref: `y${suffix} domain`, x: 0, y: 1, xanchor: "left", yanchor: "bottom", showarrow: false });
     });
     return [layout, facets];
   }
@@ -177,7 +156,7 @@
       const place = figure.faceted ? facets.indexOf(trace.meta.workers) : 0, suffix = place ? String(place + 1) : "";
       return { ...trace, xaxis: "x" + suffix, yaxis: "y" + suffix };
     });
-    Plotly.react(plot, placed, layout, { responsive: true, displaylogo: false, displayModeBar: narrow.matches ? false : "hover", modeBarButtons: [["toImage", "resetScale2d"]] });
+    show(plot, placed, layout);
   }
 
   function drawChoices(card) {
@@ -193,17 +172,11 @@
     card.querySelector(".choices").replaceChildren(...menus);
   }
 
-  // Figures are drawn when they come near the screen: a page of a thousand runs opens at once.
   function apply() {
     writeState();
     drawFilter();
     filterElements();
-    const cards = document.querySelectorAll("[data-figure]");
-    if (watcher) watcher.disconnect();
-    watcher = new IntersectionObserver((entries) => {
-      for (const entry of entries) if (entry.isIntersecting) { watcher.unobserve(entry.target); draw(entry.target); }
-    }, { rootMargin: "800px" });
-    cards.forEach((card) => { delete card.dataset.drawn; watcher.observe(card); });
+    drawNear(draw);
   }
 
   function build() {
@@ -231,8 +204,7 @@
     setTimeout(refresh, REFRESH_S * 1000);
   }
 
-  dark.addEventListener("change", apply);
-  narrow.addEventListener("change", apply);
+  follow(apply);
   addEventListener("hashchange", () => { readState(); apply(); });
   readState();
   build();

@@ -1,0 +1,111 @@
+"""Pages: one file each, with everything in it, that follow the reader's screen and colours."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gossamer.charts.theme import DARK, LIGHT, css, template
+from gossamer.errors import UserError
+from gossamer.extras import needed_by
+from gossamer.files import write_atomic
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+    from markupsafe import Markup
+    from plotly.graph_objects import Figure
+
+
+def subplots(**layout: Any) -> Figure:
+    """Return an empty figure: plotly's make_subplots in our theme, or what to install."""
+    with needed_by("pictures need"):
+        from plotly.subplots import make_subplots
+    figure = make_subplots(**layout).update_layout(template=template(LIGHT))
+    return figure.update_annotations(font_size=12)  # plotly gives titles of subplots their own
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure as .html (self-contained), .png or .svg; the file is atomic.
+
+    Images need a Chrome or Chromium on the machine.
+    """
+    kind = path.suffix.lower()[1:]
+    if kind not in ("html", "png", "svg"):
+        raise UserError(
+            f"a picture is a .html, .png or .svg file, got {path.name!r}; change its ending"
+        )
+    if kind == "html":
+        data = render("gossamer.charts", "figure.html", {"figure": figure}).encode()
+    else:
+        with rendering("write .html, which needs neither"):
+            data = figure.to_image(format=kind, scale=2 if kind == "png" else 1)
+    write_atomic(path, lambda aside: aside.write_bytes(data))
+
+
+@contextmanager
+def rendering(otherwise: str) -> Generator[None]:
+    """Let plotly's failure to make an image in this block say what it takes.
+
+    Args:
+        otherwise: what a user can do without a browser.
+    """
+    try:
+        yield
+    except (ImportError, RuntimeError, ValueError) as error:
+        raise UserError(
+            "images are drawn by kaleido in a Chrome or Chromium, and that failed "
+            f"({type(error).__name__}); install chromium and gossamer[bench], or {otherwise}"
+        ) from error
+
+
+def render(package: str, name: str, figures: Mapping[str, Figure], **given: Any) -> str:
+    """Return a page whose figures are plotly's, each drawn where the page has its name.
+
+    Args:
+        package: where the page's template is.
+        name: of the template, which extends ``shell.html``.
+        figures: by name.
+        **given: what else the template shows.
+    """
+    drawn = {key: json.loads(str(figure.to_json())) for key, figure in figures.items()}
+    data = to_script({"figures": drawn})
+    return templates(package).get_template(name).render(figures=figures, data=data, **given)
+
+
+@cache
+def templates(package: str) -> Environment:
+    """Return the templates of a package, and the shell that they extend."""
+    with needed_by("pages need"):
+        import jinja2
+        from markupsafe import Markup
+        from plotly.offline import get_plotlyjs
+    environment = jinja2.Environment(
+        loader=jinja2.ChoiceLoader(
+            [jinja2.PackageLoader(name) for name in (package, "gossamer.charts")]
+        ),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    shared: dict[str, Any] = {
+        "plotly": Markup(get_plotlyjs()),
+        "light": css(LIGHT),
+        "dark": css(DARK),
+        "themes": to_script({"light": template(LIGHT), "dark": template(DARK)}),
+        "connect": "'none'",
+    }
+    environment.globals.update(shared)
+    return environment
+
+
+def to_script(data: Mapping[str, Any]) -> Markup:
+    """Return JSON to stand in a script element, where nothing but its end has a meaning."""
+    from markupsafe import Markup
+
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    return Markup(text.replace("<", "\\u003c"))
