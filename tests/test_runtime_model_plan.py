@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,6 +19,7 @@ from gossamer.runtime_model.losses import MeasuredLoss
 from gossamer.runtime_model.plan import WORTH_IT, Row, make_plan
 from gossamer.runtime_model.presets import LINKS, from_data_sheet, link_of
 from gossamer.runtime_model.profile import TRANSFORMER_ADAM, Link
+from gossamer.topology import parse
 from tests.test_losses import measured
 
 TOPOLOGIES = ("ring", "one_peer_exponential", "aer")
@@ -49,9 +51,10 @@ def test_every_method_has_a_row_at_every_scale() -> None:
 
 
 def test_a_slow_network_asks_for_gossip_and_says_why() -> None:
-    """With 25 Gbit/s between nodes AER is advised; its reason names the saving and its sources."""
+    """With 25 Gbit/s between nodes few bits are; its reason names the saving and its sources."""
     (advice,) = make_plan(transformer(), [16], topologies=TOPOLOGIES).advice
-    assert advice.method == "aer"
+    assert advice.method == "one_peer_exponential"
+    assert advice.wire.startswith("modulo")
     assert advice.saving > 0.3
     assert "overlap" in advice.reason
     assert "slow links" in advice.reason
@@ -109,9 +112,26 @@ def test_advice_names_the_wire_with_the_most_bits_that_is_as_fast() -> None:
     )
     assert slow.wire.startswith("modulo")
     assert f"with wire='{slow.wire}' one_peer_exponential takes" in slow.reason
-    assert slow.wire_s < slow.split.method_s
+    assert slow.wire_s == pytest.approx(slow.split.method_s, rel=0.05)
     assert fast.wire == "fp32"
     assert "wire" not in fast.reason
+
+
+def test_graphs_are_compared_with_the_wire_of_each() -> None:
+    """In full a graph of four neighbours is slower; of few bits they are all hidden, and it is
+    advised, for it mixes best. Reading is charged for every neighbour.
+    """
+    profile = transformer("10gbit").with_compute(4)
+    plan = make_plan(profile, [8], topologies=("one_peer_ring", "lattice(k=4)"))
+    full = {row.method: row.prediction.mean_s for row in plan.rows}
+    assert full["lattice(k=4)"] > 1.2 * full["one_peer_ring"]
+    assert plan.advice[0].method == "lattice(k=4)"
+    assert plan.advice[0].wire == "modulo(bits=4)"
+    job = plan.job(8)._replace(wire="modulo(bits=8)")
+    one, four = (
+        job.coding_s(parse(name, 8).round(0)) for name in ("one_peer_ring", "lattice(k=4)")
+    )
+    assert four.max() > 2 * one.max()
 
 
 def test_a_fast_network_says_stay_with_ddp() -> None:
@@ -139,6 +159,7 @@ def test_advice_that_flips_between_two_profiles_of_one_job_is_said_to_be_level()
         off = [random.uniform(0.99, 1.01) for _ in range(3)]
         return profile.with_compute(off[0]).with_rate(off[1]).replace(mix_s=profile.mix_s * off[2])
 
+    @cache
     def advised(gbit: float) -> str:
         return make_plan(transformer(f"{gbit}gbit").with_compute(20), [8]).advice[0].method
 
@@ -192,7 +213,7 @@ def test_gossip_that_wins_by_step_loses_where_an_equal_loss_takes_too_many_steps
     (by_step,) = make_plan(job, [16], topologies=TOPOLOGIES, losses=[]).advice
     plan = make_plan(job, [16], topologies=TOPOLOGIES, losses=[COSTLY])
     (advice,) = plan.advice
-    assert (by_step.method, by_step.ranked_by) == ("aer", "step")
+    assert (by_step.method, by_step.ranked_by) == ("one_peer_exponential", "step")
     assert (advice.method, advice.ranked_by, advice.saving) == ("ddp", "equal loss", 0)
     assert "3 times as many steps" in advice.reason
     assert "ranked by time to equal loss, as measured on stdlib-gpt with 8 workers" in advice.reason
@@ -207,12 +228,12 @@ def test_gossip_that_wins_by_step_loses_where_an_equal_loss_takes_too_many_steps
 def test_a_saving_to_equal_loss_counts_the_steps() -> None:
     """Where gossip still wins, its saving is that of the whole training, and the points add up."""
     job = transformer().with_kind(TRANSFORMER_ADAM)
-    plan = make_plan(job, [16], topologies=TOPOLOGIES, losses=[CHEAP])
+    plan = make_plan(job, [16], topologies=["aer"], losses=[CHEAP])
     (advice,) = plan.advice
     rows = {row.method: row for row in plan.rows}
     ddp_s = rows["ddp"].prediction.mean_s
     assert advice.method == "aer"
-    assert advice.saving == pytest.approx(1 - 1.05 * rows["aer"].prediction.mean_s / ddp_s)
+    assert advice.saving == pytest.approx(1 - 1.05 * advice.wire_s / ddp_s)
     assert "more steps -" in advice.reason
     assert "(on one_peer_exponential)" in advice.reason
 

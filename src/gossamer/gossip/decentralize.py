@@ -75,7 +75,7 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
     buffers: str = "average",
     wire: str = "fp32",
     fragments: int = 1,
-    bucket_mb: float = 25.0,
+    bucket_mb: float | None = None,
     norms_every: int = 0,
     nonfinite_rounds: int = 10,
     on_failure: str = "raise",
@@ -116,7 +116,8 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
             ``"modulo(bits=8)"`` and 4, a quarter and an eighth of it; see ``gossamer.wire``.
         fragments: under awc and atc an exchange is of one of so many parts of the parameters, in
             turn: as many bytes less at a time.
-        bucket_mb: size of a bucket in megabytes.
+        bucket_mb: size of a bucket in megabytes; by default 25, and 4 where a wire format writes
+            messages, so that one is written while another travels.
         norms_every: once in so many steps ``last_norms`` is measured, at the last of them that the
             schedule mixes; 0 for never.
         nonfinite_rounds: a rank whose parameters are not finite is left out of rounds, and after so
@@ -154,7 +155,8 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
         chosen.check_statistics(mixed=rule.mixed)
         chosen.check_precision(trained)
         preconditions.check_device(format, trained[0].device)
-        packing = Packing([*locals_of(trained)], bucket_mb, fragments, every)
+        size_mb = format.bucket_mb if bucket_mb is None else bucket_mb
+        packing = Packing([*locals_of(trained)], size_mb, fragments, every)
         rules.norm_steps(schedule)
         check_limit(nonfinite_rounds)
         limit = chosen.most_nonfinite(nonfinite_rounds)
@@ -173,7 +175,7 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
             "buffers": buffers,
             "wire": repr(format),
             "fragments": str(fragments),
-            "bucket_mb": str(bucket_mb),
+            "bucket_mb": str(size_mb),
             "norms_every": str(norms_every),
             "nonfinite_rounds": str(nonfinite_rounds),
             "on_failure": on_failure,

@@ -30,6 +30,7 @@ from gossamer.runtime_model.model import (
 )
 from gossamer.runtime_model.profile import Profile
 from gossamer.topology import Round, Schedule, parse, spaced
+from gossamer.topology.arrays import FloatArray
 from gossamer.wire import parse_wire
 
 DDP = "ddp"
@@ -72,10 +73,15 @@ class Job(NamedTuple):
         sizes = [wire.num_bytes(num // _ITEM_BYTES, _ITEM_BYTES) for num in self.bucket_bytes]
         return [size / self.fragments for size in sizes]
 
-    @property
-    def coding_s(self) -> float:
-        """How long messages of a step are written and read, beside what a worker computes."""
-        return parse_wire(self.wire).passes * self.profile.mix_s / self.fragments
+    def coding_s(self, round: Round) -> FloatArray:
+        """Return how long each worker writes a message, and reads that of every neighbour, [W].
+
+        Beside what it computes. What is reduced is neither written nor read.
+        """
+        wire, pass_s = parse_wire(self.wire), self.profile.mix_s / self.fragments
+        writes_W = wire.write_passes * (round.in_degrees > 0)
+        reads_W = wire.read_passes * round.in_degrees
+        return np.where(round.reduces, 0.0, pass_s * (writes_W + reads_W))
 
     @property
     def bucket_bytes(self) -> list[int]:
@@ -173,8 +179,7 @@ def gossip(
     def of_round(index: int) -> ExchangeTime:
         of_step = cycle.round(index)
         mixed = costs.mix(job.links, of_step, reduced_bytes, job.message_bytes)
-        coded_W = np.where(of_step.reduces, 0, of_step.in_degrees > 0)
-        coding_WK = np.outer(coded_W, np.full(num_buckets, job.coding_s / num_buckets))
+        coding_WK = np.outer(job.coding_s(of_step), np.full(num_buckets, 1 / num_buckets))
         cost_WK = repeats * (mixed.cost_WK + coding_WK)
         if not gathered_bytes:
             return ExchangeTime(mixed.meet, cost_WK)

@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Literal, NamedTuple, final
 
 from gossamer.algorithms import parse_algorithm
 from gossamer.errors import UserError, quoted
@@ -100,8 +100,8 @@ class Advice:
     """Share of DDP's time, by that which ranks."""
 
     wire: str
-    """What should travel in the fastest gossip, taken or not: the format with the most bits that is
-    about as fast as any."""
+    """What should travel in the best gossip, taken or not: the format with the most bits that is
+    about as fast as any. Graphs are compared with each one's own."""
 
     wire_s: float
     """The time of an iteration with that."""
@@ -283,9 +283,10 @@ def _row(job: Job, name: str, prediction: Prediction, ddp_s: float, loss: LossGa
 def _advise(job: Job, rows: Sequence[Row], losses: Sequence[MeasuredLoss]) -> Advice:
     ddp = next(row for row in rows if row.method == DDP)
     gossiping = [row for row in rows if row.method not in METHODS]
-    per_step = {row.method: row.prediction.mean_s for row in [ddp, *gossiping]}
-    known = ((row.method, row.equal_loss_s) for row in [ddp, *gossiping])
-    to_equal_loss = {method: s for method, s in known if s is not None}
+    wires = {row.method: _best_wire(job, row) for row in gossiping}
+    per_step = {DDP: ddp.prediction.mean_s} | {name: wires[name].step_s for name in wires}
+    more_steps = {row.method: row.loss and row.loss.more_steps for row in [ddp, *gossiping]}
+    to_equal_loss = {name: per_step[name] * more for name, more in more_steps.items() if more}
     by_loss = to_equal_loss.keys() == per_step.keys()
     seconds = to_equal_loss if by_loss else per_step
     ddp_s, fastest_s = seconds[DDP], min(seconds[row.method] for row in gossiping)
@@ -294,27 +295,28 @@ def _advise(job: Job, rows: Sequence[Row], losses: Sequence[MeasuredLoss]) -> Ad
     limit_s = min(fastest_s * (1 + AS_FAST), worth_it_s)
     as_fast = [row for row in gossiping if seconds[row.method] <= limit_s]
     best = max(as_fast, key=lambda row: row.mixing or 0.0)
-    split = split_saving(job, build(best.method, job))
+    wire, step_s = wires[best.method]
+    coded = job._replace(wire=wire)
+    split = split_saving(coded, build(best.method, coded))
     saving = 1 - seconds[best.method] / ddp_s
     stay = saving < WORTH_IT
     to_loss = best.loss if by_loss else None
     reason = (
-        _why_ddp(ddp, best, saving, to_loss)
+        _why_ddp(ddp, best.method, step_s, saving, to_loss)
         if stay
-        else _why_gossip(seconds, best, as_fast, split, to_loss)
+        else _why_gossip(seconds, best.method, step_s, as_fast, split, to_loss)
     )
-    wire, wire_s = _best_wire(job, best)
     method = DDP if stay else best.method
     level = _level_with(method, seconds)
     return Advice(
         workers=ddp.workers,
         method=method,
         reason=reason
-        + _why_wire(job, best, wire, wire_s)
+        + _why_wire(job, best, wire, step_s)
         + _why_level(level)
         + _why_ranked(to_loss, known=bool(losses)),
         wire=wire,
-        wire_s=wire_s,
+        wire_s=step_s,
         ranked_by="equal loss" if by_loss else "step",
         saving=0.0 if stay else saving,
         split=split,
@@ -322,17 +324,25 @@ def _advise(job: Job, rows: Sequence[Row], losses: Sequence[MeasuredLoss]) -> Ad
     )
 
 
-def _best_wire(job: Job, best: Row) -> tuple[str, float]:
+class _WireTime(NamedTuple):
+    wire: str
+    step_s: float
+
+
+def _best_wire(job: Job, row: Row) -> _WireTime:
     """Return the wire format with the most bits that is about as fast as any, and its time."""
-    seconds = {job.wire: best.prediction.mean_s}
+    own = _WireTime(job.wire, row.prediction.mean_s)
+    if row.prediction.exposed_s < AS_FAST * (own.step_s - row.prediction.exposed_s):
+        return own  # no format can make more of a difference than what is waited for
+    seconds = {own.wire: own.step_s}
     for wire in _WIRES:
         if wire not in seconds:
             with contextlib.suppress(UserError):  # where it cannot travel
-                timed = build(best.method, job._replace(wire=wire))
+                timed = build(row.method, job._replace(wire=wire))
                 seconds[wire] = predict(timed, job.trials()).mean_s
     limit_s = min(seconds.values()) * (1 + AS_FAST)
     most_bits = [wire for wire in (job.wire, *_WIRES) if seconds.get(wire, math.inf) <= limit_s]
-    return most_bits[0], seconds[most_bits[0]]
+    return _WireTime(most_bits[0], seconds[most_bits[0]])
 
 
 def _why_wire(job: Job, best: Row, wire: str, wire_s: float) -> str:
@@ -377,40 +387,41 @@ def _why_ranked(to_loss: LossGap | None, *, known: bool) -> str:
     return f"; ranked by time per step; {missing}"
 
 
-def _why_ddp(ddp: Row, best: Row, saving: float, to_loss: LossGap | None) -> str:
+def _why_ddp(ddp: Row, method: str, step_s: float, saving: float, to_loss: LossGap | None) -> str:
     told = f"would save {saving:.1%}" if saving > 0 else f"would take {-saving:.1%} longer"
     if to_loss is not None:
         told += (
             f" to an equal loss: {to_loss.more_steps:.3g} times as many steps "
-            f"of {1e3 * best.prediction.mean_s:.3g} ms"
+            f"of {1e3 * step_s:.3g} ms"
         )
     return (
         f"stay with DDP: it waits {1e3 * ddp.prediction.exposed_s:.3g} ms of "
-        f"{1e3 * ddp.prediction.mean_s:.3g}, and {best.method} {told}; "
+        f"{1e3 * ddp.prediction.mean_s:.3g}, and {method} {told}; "
         f"below {WORTH_IT:.0%} an exact average is worth more"
     )
 
 
 def _why_gossip(
     seconds: Mapping[str, float],
-    best: Row,
+    method: str,
+    step_s: float,
     as_fast: Sequence[Row],
     split: Split,
     to_loss: LossGap | None,
 ) -> str:
-    before_s, after_s = seconds[DDP], seconds[best.method]
+    before_s, after_s = seconds[DDP], seconds[method]
     points = {
         "overlap": split.overlap_s,
         "fewer bytes on slow links": split.links_s,
         "waiting for fewer": split.tolerance_s,
     }
     if to_loss is not None:
-        points["more steps"] = best.prediction.mean_s - after_s
+        points["more steps"] = step_s - after_s
     parts = ", ".join(f"{name} {100 * part / before_s:.0f}" for name, part in points.items())
     others = len(as_fast) - 1
     chosen = f"; of {others + 1} graphs as fast it mixes best" if others else ""
     until = "" if to_loss is None else " to an equal loss"
     return (
-        f"{best.method}: {1e3 * after_s:.3g} ms{until} where DDP takes {1e3 * before_s:.3g}, "
+        f"{method}: {1e3 * after_s:.3g} ms{until} where DDP takes {1e3 * before_s:.3g}, "
         f"a saving of {1 - after_s / before_s:.0%} (points: {parts}){chosen}"
     )

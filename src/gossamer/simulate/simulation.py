@@ -69,7 +69,8 @@ class Simulation:
             ``average()``; or ``"mix"``: mixed at every step, as parameters are.
         wire: what of parameters travels, as in ``decentralize``.
         fragments: of which each exchange is one in turn, as in ``decentralize``.
-        bucket_mb: size of a bucket in megabytes, as in ``decentralize``: a message is of one.
+        bucket_mb: size of a bucket in megabytes, as in ``decentralize``, by default, too: a message
+            is of one.
         dtype: of parameters, and of floating-point inputs.
         seed: of what forward passes draw; see ``worker_seed``.
         memory_gb: most memory for parameters, gradients, optimizer state and activations; by
@@ -100,7 +101,7 @@ class Simulation:
         buffers: str = "average",
         wire: str = "fp32",
         fragments: int = 1,
-        bucket_mb: float = 25.0,
+        bucket_mb: float | None = None,
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
         memory_gb: float | None = None,
@@ -130,7 +131,8 @@ class Simulation:
 
         # - One worker
         template = make_template(model, loss, optimizer, workers, dtype, seed, memory_gb, gradients)
-        packing = Packing([*template.trained.values()], bucket_mb, fragments, every)
+        size_mb = format.bucket_mb if bucket_mb is None else bucket_mb
+        packing = Packing([*template.trained.values()], size_mb, fragments, every)
         elementwise = is_elementwise(optimizer, template.trained.values())
         if self._algorithm.reads_optimizer and not elementwise:
             raise UserError(

@@ -17,7 +17,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from gossamer.wire.wire import BLOCK, Arrival, Codec, Fate, Wire
+from gossamer.wire.wire import BLOCK, CODED_BUCKET_MB, Arrival, Codec, Fate, Wire
 
 _LARGEST = 2.0**126
 
@@ -27,7 +27,8 @@ class Bf16(Wire):
     """The upper half of a float32, rounded."""
 
     name = "bf16"
-    passes = 4.0
+    write_passes, read_passes = 1.0, 3.5
+    bucket_mb = CODED_BUCKET_MB
 
     def num_bytes(self, numel: int, itemsize: int) -> int:
         """Two per number."""

@@ -54,7 +54,7 @@ from torch import Tensor
 from gossamer.algorithms import Algorithm
 from gossamer.errors import UserError
 from gossamer.topology import Round, Schedule
-from gossamer.wire.wire import BLOCK, Arrival, Codec, Fate, Range, Wire
+from gossamer.wire.wire import BLOCK, CODED_BUCKET_MB, Arrival, Codec, Fate, Range, Wire
 
 _MARGINS = {8: 4.0, 4: 1.5}
 """By how much a difference may grow from one exchange to the next; rounding a step up to a power of
@@ -113,7 +113,8 @@ class Modulo(Wire):
     bits: int = 8
 
     name = "modulo"
-    passes = 10.0
+    write_passes, read_passes = 4.0, 6.5
+    bucket_mb = CODED_BUCKET_MB
     on_cpu_only = True
 
     def __post_init__(self) -> None:

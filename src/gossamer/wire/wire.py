@@ -27,6 +27,10 @@ BLOCK = 1 << 17
 """Numbers that are worked on at a time: a few tensors of as many stay in cache, and calls of torch
 cost little beside them (`python -m benchmarks.wire`: with a quarter of it 1.6 times as long)."""
 
+CODED_BUCKET_MB = 4.0
+"""Where a bucket is full by default that is written, sent and read: small enough that one is
+written while another travels, and a third is read."""
+
 
 class Fate(enum.Enum):
     """What became of a message."""
@@ -142,9 +146,15 @@ class Wire(ABC):
     name: ClassVar[str]
     """What errors and tables call it."""
 
-    passes: ClassVar[float] = 0.0
-    """What writing and reading a message takes besides mixing, in passes of a mean over the bucket
-    (`python -m benchmarks.wire`)."""
+    write_passes: ClassVar[float] = 0.0
+    """What writing a message takes, in passes of a mean over the bucket (`python -m
+    benchmarks.wire`)."""
+
+    read_passes: ClassVar[float] = 0.0
+    """What reading that of one neighbour takes, besides mixing."""
+
+    bucket_mb: ClassVar[float] = 25.0
+    """Where a bucket is full by default, in megabytes."""
 
     on_cpu_only: ClassVar[bool] = False
     """Whether it works on main memory alone."""
