@@ -36,6 +36,7 @@ def sample(method: str, round_: int, rank: int, ms: float, sent: float = 0.0) ->
 RACE = Race(
     methods=["ddp", "gossamer"],
     workload="stdlib-gpt",
+    width=0,
     steps=4,
     most_steps=6,
     target=None,

@@ -25,6 +25,7 @@ def main(  # noqa: PLR0913 - one parameter per option
     workload: Annotated[str, typer.Option(help="A transformer among the workloads.")] = (
         "stdlib-gpt"
     ),
+    width: Annotated[int, typer.Option(help="Of another model, 2 layers; 0 for its own.")] = 128,
     steps: Annotated[int, typer.Option(help="Of DDP; its loss then is what others race to.")] = 200,
     stretch: Annotated[float, typer.Option(help="Steps of others, in those of DDP.")] = 1.5,
     evaluate_every: Annotated[int, typer.Option(help="Steps from point to point.")] = 20,
@@ -44,6 +45,7 @@ def main(  # noqa: PLR0913 - one parameter per option
     task = Task(
         methods=_methods(method or list(METHODS)),
         workload=workload,
+        width=width,
         steps=steps,
         most_steps=round(steps * stretch),
         target=None,

@@ -29,9 +29,13 @@ from torch import nn
 from benchmarks.race.methods import METHODS, REFERENCE, Loss
 from gossamer import workloads
 from gossamer.lab.compute import Pace, SleepLayer
+from gossamer.workloads.models.transformer import GPT
 
 POINT, END = "point:", "end:"
 _FIRST_PORT = 31000
+_CONTEXT = 64
+"""Bytes of a sample."""
+
 _TESTS = 64
 """Test samples of an evaluation."""
 
@@ -43,6 +47,9 @@ class Task:
 
     methods: list[str]
     workload: str
+    width: int
+    """Of another transformer on the same bytes, in two layers; 0 for the workload's own model."""
+
     steps: int
     """Of DDP."""
 
@@ -81,7 +88,7 @@ def race(task: Task, method: str, rank: int, size: int, target: Synchronized[c_d
     workload = workloads.find(task.workload)
     data = workload.load()
     torch.manual_seed(task.seed)
-    model = workload.make_model()
+    model = make_model(task.width) if task.width else workload.make_model()
     judged = copy.deepcopy(model)
     with_emulated_compute(model, task.compute_ms / 1e3)
     step = METHODS[method](model, workload.loss, task.lr)
@@ -102,6 +109,11 @@ def race(task: Task, method: str, rank: int, size: int, target: Synchronized[c_d
         start = time.perf_counter()
         step(inputs, targets)
         seconds += time.perf_counter() - start
+
+
+def make_model(width: int) -> nn.Module:
+    """Return a transformer on bytes, of more bytes to send than stdlib-gpt's own has."""
+    return GPT(256, _CONTEXT, width=width, layers=2, heads=4)
 
 
 def with_emulated_compute(model: nn.Module, seconds: float) -> None:
