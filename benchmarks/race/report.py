@@ -106,6 +106,10 @@ def draw(points: Sequence[Point], path: Path) -> None:
                 col=1,
             )
     figure.update_xaxes(title_text="seconds of training")
+    # From the second points on: the first is far above all that is compared.
+    later = [point.loss for point in points if point.step]
+    if later:
+        figure.update_yaxes(range=[min(later) - 0.03, max(later) + 0.03])
     figure.update_yaxes(title_text="loss of the mean replica")
     figure.update_layout(width=760, height=340 * len(rates) + 80)
     page.save(figure, path)
