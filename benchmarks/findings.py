@@ -16,9 +16,9 @@ import typer
 
 from benchmarks.claims import FEWEST
 from benchmarks.evidence import Compared, Result, compare, read, varied
+from gossamer.charts.page import save, subplots
+from gossamer.charts.theme import PALETTE, REFERENCE
 from gossamer.engine import CENTRALIZED
-from gossamer.files import write_atomic
-from gossamer.picture import PALETTE, rendering
 
 _ROOT = Path(__file__).parents[1]
 _STEPS = "-steps"
@@ -27,11 +27,7 @@ _STEPS = "-steps"
 _GAMMA = 1e6
 """Targets of a run beside Γ are so many times Γ, so that they never act."""
 
-_LAYOUT: dict[str, Any] = {
-    "template": "plotly_white",
-    "font": {"size": 13},
-    "margin": {"l": 10, "r": 20, "t": 50, "b": 50},
-}
+_MARGIN = {"l": 10, "r": 20, "t": 50, "b": 50}
 
 
 def main(
@@ -40,41 +36,38 @@ def main(
     ] = None,
     out: Annotated[Path, typer.Option(help="The folder of images.")] = _ROOT / "docs" / "images",
 ) -> None:
-    """Write findings_NAME.png for each file of results."""
+    """Write findings_NAME.svg for each file of results."""
     files = sorted((_ROOT / "evidence").glob("*.csv"))
     for path in files:
         if name and path.stem.removesuffix(_STEPS) not in name:
             continue
         for ending, figure in _figures(path):
-            write_image(figure, out / f"findings_{path.stem}{ending}.png")
-            print(out / f"findings_{path.stem}{ending}.png")
-
-
-def write_image(figure: Any, path: Path) -> None:
-    """Write a figure as an image."""
-    with rendering("figures need it"):
-        write_atomic(path, lambda aside: figure.write_image(aside, format="png", scale=1.5))
+            image = out / f"findings_{path.stem}{ending}.svg"
+            save(figure, image)
+            print(image)
 
 
 def _figures(path: Path) -> list[tuple[str, Any]]:
     if path.stem.endswith(_STEPS):
         return [("", distances(pl.read_csv(path), path.stem.removesuffix(_STEPS)))]
     results = [r for r in read(path) if not r.is_trial and r.final is not None]
-    drawn = [("", differences(compare(results), varied(results), path.stem))]
+    # Without all-reduce, what few bits do is compared with the same graph in full.
+    centralized = any(r.spec.topology == CENTRALIZED for r in results)
+    rows = compare(results, () if centralized else ("wire", "fragments"))
+    beside = "all-reduce" if centralized else "full precision"
+    drawn = [("", differences(rows, varied(results), path.stem, beside))]
     graphs = {r.spec.method for r in results if r.spec.topology != CENTRALIZED}
     if len(graphs) >= FEWEST and all("connections" in r.facts for r in results):
         drawn.append(("_connections", connections(results, path.stem)))
     return [(ending, figure) for ending, figure in drawn if figure is not None]
 
 
-def differences(rows: list[Compared], axes: list[str], title: str) -> Any:
-    """Return each method's difference from all-reduce, a colour per setting; None without one."""
-    from plotly.graph_objects import Figure
-
+def differences(rows: list[Compared], axes: list[str], title: str, beside: str) -> Any:
+    """Return methods' differences from the reference, a colour per setting; None without any."""
     told = [row for row in rows if row.gap is not None]
     if not told:
         return None
-    figure = Figure()
+    figure = subplots()
     settings = list(dict.fromkeys(row.setting for row in told))
     methods = list(dict.fromkeys(row.method for row in told))
     for number, setting in enumerate(settings):
@@ -91,11 +84,11 @@ def differences(rows: list[Compared], axes: list[str], title: str) -> Any:
             marker={"color": PALETTE[number % len(PALETTE)], "size": 8},
             name=", ".join(f"{a} {v}" for a, v in zip(axes, setting, strict=True)) or title,
         )
-    figure.add_vline(x=0, line_color="#808080")
+    figure.add_vline(x=0, line_color=REFERENCE)
     unit = "percent of its loss" if told[0].unit else "accuracy"
     figure.update_layout(
-        **_LAYOUT,
-        title=f"{title}: difference from all-reduce, 95 % intervals over seeds",
+        margin=_MARGIN,
+        title=f"{title}: difference from {beside}, 95 % intervals over seeds",
         xaxis_title=f"{unit}; {'less' if told[0].unit else 'more'} is better",
         yaxis={"tickvals": list(range(len(methods))), "ticktext": methods, "autorange": "reversed"},
         showlegend=len(settings) > 1,
@@ -107,9 +100,7 @@ def differences(rows: list[Compared], axes: list[str], title: str) -> Any:
 
 def connections(results: list[Result], title: str) -> Any:
     """Return results against the size of a worker's neighbourhood, a point per graph."""
-    from plotly.graph_objects import Figure
-
-    figure = Figure()
+    figure = subplots()
     axes = varied(results)
     settings = sorted({tuple(getattr(r.spec, a) for a in axes) for r in results})
     for number, setting in enumerate(settings):
@@ -135,7 +126,7 @@ def connections(results: list[Result], title: str) -> Any:
             name=", ".join(f"{a} {v}" for a, v in zip(axes, setting, strict=True)) or title,
         )
     figure.update_layout(
-        **_LAYOUT,
+        margin=_MARGIN,
         title=f"{title}: a point per graph, mean over seeds",
         xaxis={"title": "a worker and those it hears per step", "type": "log", "dtick": 0.30103},
         yaxis_title=results[0].spec.make_workload().metric_name,
@@ -148,9 +139,7 @@ def connections(results: list[Result], title: str) -> Any:
 
 def distances(steps: pl.DataFrame, title: str) -> Any:
     """Return how far apart workers were in the first seed, and beside a plain ring its Γ."""
-    from plotly.graph_objects import Figure
-
-    figure = Figure()
+    figure = subplots()
     first = steps.filter(pl.col("seed") == pl.col("seed").min(), pl.col("distance") > 0)
     for number, (key, own) in enumerate(first.group_by("method", maintain_order=True)):
         color, beside = PALETTE[number % len(PALETTE)], str(key[0]).endswith("Γ")
@@ -159,10 +148,10 @@ def distances(steps: pl.DataFrame, title: str) -> Any:
         figure.add_scatter(x=own["step"], y=own["distance"], line=line, name=str(key[0]))
         if beside:
             known = own.filter(pl.col("target").is_finite())
-            line = {"color": "#808080", "width": 4}
+            line = {"color": REFERENCE, "width": 4}
             figure.add_scatter(x=known["step"], y=known["target"] / _GAMMA, line=line, name="Γ")
     figure.update_layout(
-        **_LAYOUT,
+        margin=_MARGIN,
         title=f"{title}: distance between workers",
         xaxis_title="step",
         yaxis={"title": "Ξ", "type": "log"},
