@@ -17,7 +17,7 @@ from gossamer.bench.analysis.names import facet_names, setting_names
 from gossamer.bench.analysis.observations import observations
 from gossamer.engine import CENTRALIZED, RunSpec
 
-_FEWEST = 5
+FEWEST = 5
 """Graphs, for a p."""
 
 _HEADS = ["observation", "setting", "workers", "graphs", "ρ", "p", "per doubling", "95 % interval"]
@@ -30,7 +30,7 @@ def claims(kept: Sequence[Kept]) -> str:
     """Return Markdown: how quality goes with connections and dispersion; empty without graphs."""
     found = observed(kept)
     told = found.filter(
-        pl.col("units") >= _FEWEST, pl.col("rho").is_not_null(), pl.col("observation") != "scale"
+        pl.col("units") >= FEWEST, pl.col("rho").is_not_null(), pl.col("observation") != "scale"
     )
     if told.is_empty():
         return ""

@@ -32,7 +32,7 @@ from benchmarks.claims import claims
 from gossamer.bench import experiment as experiments
 from gossamer.bench.analysis import MEASURES, PHASES
 from gossamer.bench.analysis.observations import phase_dispersion, run_dispersion
-from gossamer.bench.analysis.statistics import Noise, interval, noise, p_value
+from gossamer.bench.analysis.statistics import Interval, Noise, interval, noise, p_value
 from gossamer.bench.analysis.tabulate import RunRows, join, rows_of
 from gossamer.bench.matrix import expand
 from gossamer.bench.store import Store
@@ -206,28 +206,50 @@ def write_steps(folder: Path, path: Path) -> None:
     write_atomic(path, ordered.write_csv)
 
 
-def table(results: Sequence[Result], fields: Sequence[str] = (), method: str = "") -> str:
-    """Return Markdown: a row per setting and method, with its distance from its reference.
+class Compared(NamedTuple):
+    """A method in a setting, and its difference from the reference."""
+
+    setting: tuple[Any, ...]
+    method: str
+    runs: list[Result]
+    gap: Interval | None
+    """In percent of a loss, in the metric itself where more is better; None of the reference."""
+
+    p: float | None
+    unit: str
+
+
+def compare(
+    results: Sequence[Result], fields: Sequence[str] = (), method: str = ""
+) -> list[Compared]:
+    """Return every setting and method, all-reduce first, with its difference from the reference.
 
     The reference is all-reduce; for ``fields``, the method with these at their defaults; or the
     ``method`` of a name.
     """
     final = [result for result in results if not result.is_trial and result.final is not None]
     axes = varied(final)
-    beside = method or ("the default" if fields else "all-reduce")
-    heads = [*axes, "method", "rate", "seeds", "mean", f"from {beside}", "95 % interval", "p"]
-    lines = [_line(heads), f"|{'---|' * len(heads)}"]
-    settings = sorted({_setting(result.spec, axes) for result in final})
-    for setting in settings:
+    rows: list[Compared] = []
+    for setting in sorted({_setting(result.spec, axes) for result in final}):
         own = [result for result in final if _setting(result.spec, axes) == setting]
         known = _noise(own)
         for _, name in sorted({(r.spec.topology != CENTRALIZED, r.spec.method) for r in own}):
             runs = [result for result in own if result.spec.method == name]
             chosen = (r for r in own if _is_reference(r.spec, runs[0].spec, fields, method))
-            reference = _by_seed(chosen)
-            cells = [*setting, name, _rate(runs), len(runs), *_compared(runs, reference, known)]
-            lines.append(_line(cells))
-    return "\n".join(lines)
+            rows.append(Compared(setting, name, runs, *_gap(runs, _by_seed(chosen), known)))
+    return rows
+
+
+def table(results: Sequence[Result], fields: Sequence[str] = (), method: str = "") -> str:
+    """Return Markdown of what ``compare`` returns."""
+    axes = varied([result for result in results if not result.is_trial])
+    beside = method or ("the default" if fields else "all-reduce")
+    heads = [*axes, "method", "rate", "seeds", "mean", f"from {beside}", "95 % interval", "p"]
+    rows = [
+        [*row.setting, row.method, _rate(row.runs), len(row.runs), *_cells(row)]
+        for row in compare(results, fields, method)
+    ]
+    return "\n".join([_line(heads), f"|{'---|' * len(heads)}", *map(_line, rows)])
 
 
 def _is_reference(spec: RunSpec, of: RunSpec, fields: Sequence[str], method: str) -> bool:
@@ -276,31 +298,33 @@ def _noise(runs: Sequence[Result]) -> Noise | None:
     return noise([[as_compared(own[seed]) for seed in shared] for own in results])
 
 
-def _compared(
+def _gap(
     runs: Sequence[Result], reference: dict[int, float], known: Noise | None
-) -> list[str]:
-    """Return the mean, and the paired difference to the reference with its interval and p."""
+) -> tuple[Interval | None, float | None, str]:
+    """Return the paired difference from the reference, its p and its unit."""
     own = _by_seed(runs)
-    mean = f"{statistics.fmean(own.values()):.4g}"
-    shared = sorted(own.keys() & reference.keys())
-    if not shared:
-        return [mean, "–", "–", "–"]
     more_is_better = runs[0].spec.make_workload().higher_is_better
-    scale = 1.0 if more_is_better else 100.0
-    differences = [
-        own[seed] - reference[seed] if more_is_better else own[seed] / reference[seed] - 1
-        for seed in shared
-    ]
-    known = known if len(shared) < _FEW_SEEDS else None
-    found, p = interval(differences, known), p_value(differences, known)
     unit = "" if more_is_better else " %"
-    low, high = (math.nan if end is None else scale * end for end in (found.low, found.high))
-    return [
-        mean,
-        f"{scale * found.mean:+.2g}{unit}",
-        f"{low:+.2g} to {high:+.2g}",
-        "–" if p is None else f"{p:.2g}",
+    differences = [
+        own[seed] - reference[seed] if more_is_better else 100 * (own[seed] / reference[seed] - 1)
+        for seed in sorted(own.keys() & reference.keys())
     ]
+    if not differences:
+        return None, None, unit
+    if len(differences) >= _FEW_SEEDS:
+        known = None
+    elif known is not None and not more_is_better:
+        known = known._replace(variance=100**2 * known.variance)
+    return interval(differences, known), p_value(differences, known), unit
+
+
+def _cells(row: Compared) -> list[str]:
+    mean = f"{statistics.fmean(_by_seed(row.runs).values()):.4g}"
+    if row.gap is None:
+        return [mean, "–", "–", "–"]
+    low, high = (math.nan if end is None else end for end in (row.gap.low, row.gap.high))
+    p = "–" if row.p is None else f"{row.p:.2g}"
+    return [mean, f"{row.gap.mean:+.2g}{row.unit}", f"{low:+.2g} to {high:+.2g}", p]
 
 
 def main(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import polars as pl
 import pytest
 from polars.testing import assert_frame_equal
 
-from benchmarks import evidence
+from benchmarks import evidence, findings
 from benchmarks.claims import claims, observed
 from gossamer.bench.analysis import analyse
 from gossamer.errors import UserError
@@ -59,3 +60,31 @@ def test_distances_and_targets_of_controlled_runs_are_kept(tmp_path: Path) -> No
     write(tmp_path / "plain", [story_of(spec_of("D_ring"), 0.8)])
     with pytest.raises(UserError, match="needs runs with a control, got none"):
         evidence.write_steps(tmp_path / "plain", tmp_path / "none.csv")
+
+
+def test_figures_have_a_point_for_each_method_and_setting() -> None:
+    """Differences and connections of two scales and six graphs; a Γ beside the run that has it."""
+    results = [
+        evidence.Result(
+            spec_of(method, workers, seed),
+            0.9 - 0.01 * place + 0.001 * seed * place,
+            "",
+            "",
+            {"connections": float(place)},
+        )
+        for place, method in enumerate(("C_complete", *GRAPHS))
+        for workers in (16, 64)
+        for seed in (0, 1)
+    ]
+    rows, axes = evidence.compare(results), evidence.varied(results)
+    drawn = findings.differences(rows, axes, "digits", "all-reduce")
+    assert [len(trace.x) for trace in drawn.data] == [6, 6]
+    assert sorted(drawn.data[0].x, reverse=True) == pytest.approx(
+        [-0.0095 * place for place in range(1, 7)]
+    )
+    drawn = findings.connections(results, "digits")
+    assert [sorted(trace.x) for trace in drawn.data] == [[2, 3, 4, 5, 6, 7]] * 2
+    steps = pl.DataFrame({"step": [1, 2], "distance": [1.0, 2.0], "target": [math.inf, 3e6]})
+    named = steps.with_columns(method=pl.lit("ring beside Γ"), seed=0)
+    ring, gamma = findings.distances(named, "digits").data
+    assert (list(ring.y), list(gamma.x), list(gamma.y)) == ([1, 2], [2], [3])

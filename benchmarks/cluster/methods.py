@@ -193,6 +193,7 @@ METHODS: dict[str, Setup] = {
     "gossamer(ring)": partial(gossip, topology="ring"),
     "gossamer(one_peer_ring)": partial(gossip, topology="one_peer_ring"),
     "gossamer(one_peer_exponential)": one_peer,
+    "gossamer(one_peer_exponential, atc)": partial(one_peer, order="atc"),
     "gossamer(one_peer_exponential, bf16)": partial(one_peer, wire="bf16"),
     "gossamer(one_peer_exponential, 8 bits)": partial(one_peer, wire="modulo(bits=8)"),
     "gossamer(one_peer_exponential, 4 bits)": partial(one_peer, wire="modulo(bits=4)"),
