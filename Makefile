@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test lint docs package format setup clean
+.PHONY: demo test full lint docs package format setup clean
 
 demo: setup ## race three ways to train a GPT on two links, digits beside it; demo/report.html
 	$(BIN)/gossamer demo --out demo
@@ -12,6 +12,9 @@ demo: setup ## race three ways to train a GPT on two links, digits beside it; de
 # Files in the order of their names: by their number of tests, long ones would come last.
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+full: setup ## what is too long for make test: whole tables, and benchmarks of several processes
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 -m full
 
 lint: setup
 	$(BIN)/ruff format --check .

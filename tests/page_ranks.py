@@ -64,7 +64,6 @@ num_nodes, gpus = 2, 2
 from torch.distributed.device_mesh import init_device_mesh
 mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("between", "within"))
 """,
-    "SummaryWriter(": "SummaryWriter = lambda folder: mock.Mock()",
     "train_one_step(": """
 NUM_STEPS, train_one_step = 3, lambda step: optimizer.step()
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, NUM_STEPS)

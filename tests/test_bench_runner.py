@@ -336,6 +336,7 @@ def test_a_plug_in_that_is_edited_meanwhile_is_an_error_of_the_planned_run(
     assert Store(folder).run_ids() == [spec.id]
 
 
+@pytest.mark.full
 def test_two_nodes_with_different_plug_ins_do_not_train_together(tmp_path: Path) -> None:
     """The run ends as an error that names the rank, and both nodes end."""
     files: list[Path] = []

@@ -374,6 +374,7 @@ def test_a_damaged_trial_decides_nothing(stories: list[Story], tmp_path: Path) -
         Trials(store).outcomes()
 
 
+@pytest.mark.full
 def test_ranks_tune_together(tmp_path: Path) -> None:
     """Rank 0 reads the records, and all ranks take the same runs from what it tells."""
     file, folder = tmp_path / "short.toml", tmp_path / "out"

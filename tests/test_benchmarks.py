@@ -44,6 +44,10 @@ SMALL = {
 }
 
 
+# Each starts processes that import torch, one after the other.
+LONG = {"against", "contention", "frameworks", "nanogpt", "simulation", "sketch", "step", "store"}
+
+
 @pytest.fixture(autouse=True)
 def threads() -> Iterator[None]:
     """Benchmarks set their number of threads; other tests keep theirs."""
@@ -52,7 +56,10 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.full] if name in LONG else []) for name in SMALL],
+)
 def test_a_benchmark_measures(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """It comes to its end, and prints results, most of them as JSON lines."""
     command = typer.main.get_command(own_app(import_module(f"benchmarks.{name}")))

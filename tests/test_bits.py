@@ -16,7 +16,7 @@ import pytest
 
 from tests.test_simulation import ALL_LAYERS, assert_same, make, run
 
-STEPS = 10
+STEPS = 4
 SHORT = {"epochs": 1, "steps_per_epoch": STEPS, "log_every": 1, "evaluate_replicas": 0}
 RUNS = [
     {"workload": "digits-mlp", "workers": 3, "topology": "ring"},  # one after the other

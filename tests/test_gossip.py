@@ -9,6 +9,7 @@ import os
 import re
 import socket
 import struct
+import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
@@ -572,20 +573,20 @@ def test_two_gossips_on_one_group_do_not_meet() -> None:
 
 def test_a_peer_that_does_not_come_is_named_in_time() -> None:
     """A wait ends at the timeout with who waited, for whom and for what, and who is to blame."""
+    all_raised = threading.Barrier(5)
 
-    def body(group: ProcessGroup) -> tuple[float, str]:
+    def body(group: ProcessGroup) -> str:
         model = make_model()
         optimizer = sgd(model)
         limit = timedelta(seconds=1)
         gossip = decentralize(model, optimizer, "exponential", process_group=group, timeout=limit)
         if group.rank() == 2:
-            time.sleep(2)
+            all_raised.wait(30)  # silent until nobody waits for it any more
             gossip.close()
-            return 0.0, ""
-        start = time.monotonic()
+            return ""
         with pytest.raises(ExchangeError) as caught:
             take_steps(model, optimizer, group.rank(), 2)
-        waited = time.monotonic() - start
+        all_raised.wait(30)
         before = vector_of(model)
         for call in (optimizer.step, gossip.consensus_distance):
             with pytest.raises(ExchangeError):  # for ever: what has arrived is not to be used
@@ -594,10 +595,9 @@ def test_a_peer_that_does_not_come_is_named_in_time() -> None:
         assert caught.value.culprit == 2
         assert torch.equal(before, vector_of(model))
         assert not optimizer._optimizer_step_pre_hooks
-        return waited, str(caught.value)
+        return str(caught.value)
 
-    for rank, (waited, message) in enumerate(run_ranks(5, body)):
-        assert waited < 2
+    for rank, message in enumerate(run_ranks(5, body)):
         words = rf"rank {rank} at step 1 waits for (bucket 0 from )?rank \d.*: rank 2 is gone or "
         assert rank == 2 or re.search(words, message), message
 

@@ -1090,7 +1090,17 @@ def test_batches_must_have_a_row_per_worker() -> None:
 
 
 def test_nothing_warns_at_any_topology() -> None:
-    """A sparse product of torch warns that it is new; users need not know."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        mix_(torch.ones(64, 2), parse("hypercube", 64).round(0))
+    """A sparse product of torch warns that it is new; users need not know.
+
+    Torch would warn once per process, which may have been before: here it does so each time.
+    """
+    before = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        with pytest.warns(UserWarning, match="Sparse CSR tensor support is in beta"):
+            torch.eye(2).to_sparse_csr()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            mix_(torch.ones(128, 2), parse("hypercube", 128).round(0))
+    finally:
+        torch.set_warn_always(before)

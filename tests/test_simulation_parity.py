@@ -6,7 +6,7 @@ and every topology × order × model with the optimizers in turn: gradient, mixi
 functions that know nothing of each other. The whole product on real ranks takes minutes, and runs
 only where it is asked for:
 
-    pytest -m product tests/test_simulation_parity.py
+    pytest -m full tests/test_simulation_parity.py
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def test_the_simulation_equals_real_ranks(
     assert_equal_models(simulate(task, text, order, optimizer), ranks)
 
 
-@pytest.mark.product
+@pytest.mark.full
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("model", "optimizer"), PAIRS)
 @pytest.mark.parametrize("text", ALL_TOPOLOGIES)

@@ -1,4 +1,8 @@
-"""Libraries that only some tasks need: imported when they are used, and named where missing."""
+"""Libraries that only some tasks need: imported when they are used, and named where missing.
+
+All of the package's are imported through ``needed_by``, but for what goes on without: norms are not
+kept where there is no polars.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Files: written whole or not at all, and read only where they are files of a bounded size."""
+"""Files: written whole or not at all, and read only where they are files of a bounded size.
+
+Records, norms and checkpoints are renamed by their owners: they grow as a run goes on, are kept
+where it is cut off, and are brought to the disk, which nothing here is.
+"""
 
 from __future__ import annotations
 

@@ -315,6 +315,7 @@ class Store:
 
 
 def _replace(path: Path, text: str) -> None:
+    # Not files.write_atomic: what fails is a StoreError, which says what is kept.
     aside = path.with_name(f"{path.name}.part")
     try:
         aside.write_text(text)

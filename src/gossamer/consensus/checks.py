@@ -1,4 +1,8 @@
-"""Checks of what targets and policies are given, wherever they are made: in Python too."""
+"""Checks of what targets and policies are given, wherever they are made: in Python too.
+
+Here because many parts take the same kinds of numbers. Elsewhere a limit stands once, and its error
+says what that one value is for: a helper would save the ``if`` and lose the remedy.
+"""
 
 from __future__ import annotations
 

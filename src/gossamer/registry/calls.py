@@ -5,7 +5,9 @@ A name may have dashes (``digits-mlp``), or be that of a plug-in: ``package.modu
 
 Read here, and not by ``ast``: Python 3.11 keeps one count of depth for the syntax trees of all
 threads, so of two threads that parse at a time one may get a SystemError
-(https://github.com/python/cpython/issues/106905), and ranks can be threads.
+(https://github.com/python/cpython/issues/106905), and ranks can be threads. A lock of ours would
+not keep others from parsing (dataclasses and torch.compile do), and neither dashes nor plug-ins
+are Python's names.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def _kernel_of(round: Round, dtype: torch.dtype, device: torch.device) -> MixKer
         dense = torch.from_numpy(w.toarray()).to(device, dtype)
         return partial(_by_columns, partial(torch.matmul, dense))
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+        warnings.filterwarnings("ignore", message="Sparse (CSR tensor support|invariant checks)")
         sparse = torch.sparse_csr_tensor(
             torch.from_numpy(w.indptr.astype(np.int64)),
             torch.from_numpy(w.indices.astype(np.int64)),

@@ -1,6 +1,8 @@
 """Small images with ten classes: Fashion-MNIST and CIFAR-10.
 
-Images are kept as bytes and become normalized floats in ``transform``.
+Images are kept as bytes and become normalized floats in ``transform``. The formats are a header
+and bytes, read here: torchvision's readers would bind users to its pair of torch, and check neither
+sizes nor labels.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Ranks within strata, and the slopes at which a rank correlation comes and goes."""
+"""Ranks within strata, and the slopes at which a rank correlation comes and goes.
+
+Not scipy's ``spearmanr``, which knows no strata: it would be called for each of thousands of
+permuted results, which are ranked at once here.
+"""
 
 from __future__ import annotations
 

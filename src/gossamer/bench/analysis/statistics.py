@@ -109,13 +109,9 @@ def fit(x: npt.ArrayLike, y: npt.ArrayLike) -> Fit | None:
     values_x, values_y = np.asarray(x, np.float64), np.asarray(y, np.float64)
     if len(values_x) < 3 or np.ptp(values_x) == 0:
         return None
-    dx, dy = values_x - values_x.mean(), values_y - values_y.mean()
-    slope = float(dx @ dy / (dx @ dx))
-    total = float(dy @ dy)
-    left = dy - slope * dx
-    r2 = 1 - float(left @ left) / total if total else 1.0
-    intercept = float(values_y.mean() - slope * values_x.mean())
-    return Fit(slope, intercept, r2, len(values_x))
+    line = stats.linregress(values_x, values_y)
+    r2 = float(line.rvalue) ** 2 if np.ptp(values_y) else 1.0  # nothing is left to explain
+    return Fit(float(line.slope), float(line.intercept), r2, len(values_x))
 
 
 def crossings(
