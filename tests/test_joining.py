@@ -29,7 +29,7 @@ from tests.ranks import run_ranks
 from tests.reference import loss_of, make_model
 from tests.test_survival import agree, memberships, vanish
 
-LIMIT = timedelta(seconds=5)
+LIMIT = timedelta(seconds=3)
 LOST_AT = 4
 
 

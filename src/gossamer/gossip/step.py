@@ -143,7 +143,8 @@ class Step:
     @torch.no_grad()
     def _before_first_update(self) -> None:
         def begin() -> None:
-            self._epochs.admit()
+            if not self.is_alone:  # or others may be in calls that this worker is yet to make
+                self._epochs.admit()
             if not self._is_behind:
                 self._context.source.before_update(self.num_steps)
             self._algorithm.before_update(self._context, self.num_steps)
