@@ -386,10 +386,14 @@ class Membership:
         Nobody asks for it, because all members have been in that one; ``agree`` says what becomes
         of a worker that was stalled and has not.
         """
-        with contextlib.suppress(RuntimeError):
-            for key in self._ask(self._all.list_keys):
+
+        def discard() -> None:
+            for key in self._all.list_keys():
                 if _is_past(key, self.epoch):
-                    self._ask(lambda key=key: self._all.delete_key(key))
+                    self._all.delete_key(key)
+
+        with contextlib.suppress(RuntimeError):
+            self._ask(discard)
 
     def _key(self, name: str) -> str:
         return f"{self.epoch}/{name}"

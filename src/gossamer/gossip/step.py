@@ -55,6 +55,7 @@ class Step:
     ) -> None:
         self.num_steps = num_steps
         """Steps taken so far."""
+        self._entry = num_steps
         self.last_norms: FloatArray | None = None
         self.norms_step = 0
         self.joining = False
@@ -174,6 +175,11 @@ class Step:
     def _is_behind(self) -> bool:
         """Whether others have been past this step when the epoch began: then it is local."""
         return self.num_steps < self._epochs.current.first_step
+
+    @property
+    def has_just_joined(self) -> bool:
+        """Whether this worker came when others trained, and has taken no step with them yet."""
+        return self.num_steps == self._entry > 0
 
     @property
     def is_alone(self) -> bool:
