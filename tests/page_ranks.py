@@ -49,9 +49,9 @@ closure = lambda: model(torch.ones(1, 64)).sum()
 perturb = lambda model: None
 loss = lambda model: model(torch.ones(1, 64)).sum()
 """,
-    "batch(worker, gossip.num_steps)": """
-total, batch = 3, lambda worker, step: torch.ones(1, 64)
-loss = lambda model, inputs: model(inputs).sum()
+    "MemberSampler(": """
+from torch.utils.data import DataLoader
+total, data = 3, [(torch.ones(64), index % 10) for index in range(512)]
 """,
     "init_device_mesh(": """
 from torch.distributed.device_mesh import init_device_mesh

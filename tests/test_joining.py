@@ -29,7 +29,7 @@ from tests.ranks import run_ranks
 from tests.reference import loss_of, make_model
 from tests.test_survival import agree, memberships, vanish
 
-LIMIT = timedelta(seconds=5)
+LIMIT = timedelta(seconds=3)
 LOST_AT = 4
 
 
@@ -217,6 +217,7 @@ def join_as(
             until.append(0)
             return str(error)
         if is_late:
+            assert Checkpoints("/nowhere", gossip, model=model).restore()
             until.append(gossip.num_steps + 5)
         while not until or gossip.num_steps < until[0]:
             optimizer.zero_grad()
@@ -230,7 +231,7 @@ def join_as(
 
 
 def test_a_worker_may_be_one_more_than_there_were() -> None:
-    """A number that nobody had at the start."""
+    """A number that nobody had at the start; restore() in its script asks the others nothing."""
     assert join_as(2, 3, NEW, make_model) == [(0, 1, 2)] * 3
 
 
@@ -366,14 +367,14 @@ def test_a_donor_that_cannot_give_goes_on() -> None:
         Donation(make_model(), [optimizer]).load(given)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(200)
 def test_processes_go_on_where_a_donor_or_a_joiner_is_killed() -> None:
     """SIGKILL in the middle of what one gives to the other: all who are left end with one model.
 
     The worker that joins then gets everything from another.
     """
     command = [sys.executable, "-m", "tests.joining_processes"]
-    output = subprocess.run(command, capture_output=True, text=True, timeout=110, check=True).stdout
+    output = subprocess.run(command, capture_output=True, text=True, timeout=190, check=True).stdout
     donor, joiner = map(json.loads, output.splitlines())
     assert donor["killed"] in (0, 2, 3)
     assert joiner["killed"] == 1

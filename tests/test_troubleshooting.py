@@ -351,6 +351,7 @@ FOUND = {
     "rank … goes on to": "tests/test_gossip_silent.py",
     "rank … waits for … and failed": "needs a killed process: tests/test_gossip_failures.py",
     "a member must answer": "needs a stalled process: tests/test_survival.py",
+    "worker": "tests/test_joining.py",
     "members must reach": "needs a store that ends: python -m benchmarks.faults --continue",
     "all workers must make": "tests/test_survival.py",
     "on_failure='continue' needs a topology": "tests/test_survival.py",

@@ -160,11 +160,15 @@ class Checkpoints:
         """Continue from the newest checkpoint that is complete on all ranks. A collective call.
 
         Where a rank cannot read its part, which is logged, all ranks take the one before. A run of
-        another number of workers continues from the average of its replicas.
+        another number of workers continues from the average of its replicas. A worker that has
+        just joined others has what it needs, and reads nothing.
 
         Returns:
             Whether there was one; where not, nothing has changed.
         """
+        if self._worker.step.has_just_joined:
+            self._restored = True
+            return True
         found = self._worker.together("Checkpoints.restore()", self._find)
         self._restored = True
         if found is not None:

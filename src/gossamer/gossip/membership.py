@@ -301,14 +301,12 @@ class Membership:
             line = _line(here=asdict(arrival))
             self._ask(lambda epoch=epoch, line=line: self._store.append(f"{epoch}/asked", line))
             asked_at = time.monotonic()
-            while True:
-                decision = self._ask(self._decision)
-                if decision is not None or self._ask(self._now)[0] > epoch:
-                    break
+            while (now := self._ask(self._now)[0]) == epoch:
                 self._check_answer(asked_at, deadline)
                 time.sleep(pause_s)
                 pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
-            if decision is None or self._ask(self._now)[0] > epoch + 1:
+            decision = self._ask(self._decision)
+            if decision is None or now > epoch + 1:
                 continue  # it was past when this worker asked
             if self.member in decision.donors:
                 self._enter(decision)
@@ -388,10 +386,14 @@ class Membership:
         Nobody asks for it, because all members have been in that one; ``agree`` says what becomes
         of a worker that was stalled and has not.
         """
-        with contextlib.suppress(RuntimeError):
-            for key in self._ask(self._all.list_keys):
+
+        def discard() -> None:
+            for key in self._all.list_keys():
                 if _is_past(key, self.epoch):
-                    self._ask(lambda key=key: self._all.delete_key(key))
+                    self._all.delete_key(key)
+
+        with contextlib.suppress(RuntimeError):
+            self._ask(discard)
 
     def _key(self, name: str) -> str:
         return f"{self.epoch}/{name}"

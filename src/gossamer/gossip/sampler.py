@@ -45,6 +45,7 @@ class MemberSampler:
     are in. Where workers are not in the same one, samples of the steps between the last and the
     first of them may be missed or come twice, and of those that a loader has read ahead; samples of
     all other steps come once. With fewer members batches are larger, and as many samples per step.
+    Batches are counted, so where a GradScaler skips steps, a worker that joins is as many behind.
 
     Args:
         gossip: who takes part.

@@ -55,6 +55,7 @@ class Step:
     ) -> None:
         self.num_steps = num_steps
         """Steps taken so far."""
+        self._entry = num_steps
         self.last_norms: FloatArray | None = None
         self.norms_step = 0
         self.joining = False
@@ -143,7 +144,8 @@ class Step:
     @torch.no_grad()
     def _before_first_update(self) -> None:
         def begin() -> None:
-            self._epochs.admit()
+            if not self.is_alone:  # or others may be in calls that this worker is yet to make
+                self._epochs.admit()
             if not self._is_behind:
                 self._context.source.before_update(self.num_steps)
             self._algorithm.before_update(self._context, self.num_steps)
@@ -173,6 +175,11 @@ class Step:
     def _is_behind(self) -> bool:
         """Whether others have been past this step when the epoch began: then it is local."""
         return self.num_steps < self._epochs.current.first_step
+
+    @property
+    def has_just_joined(self) -> bool:
+        """Whether this worker came when others trained, and has taken no step with them yet."""
+        return self.num_steps == self._entry > 0
 
     @property
     def is_alone(self) -> bool:
