@@ -440,7 +440,12 @@ def _outcome(fault: Fault, running: Running) -> dict[str, Any]:
         "went_on": [*ends] == [*fault.survivors]
         and all(codes[w] == 0 and end["members"] == [*fault.survivors] for w, end in ends.items()),
         "one_model": len({end["norm"] for end in ends.values()}) <= 1,
-        "said": all(fault.words in running.log_of(w) and codes[w] in (0, 1) for w in others),
+        "said": all(
+            fault.words in running.log_of(w)
+            and "Exception ignored" not in running.log_of(w)
+            and codes[w] in (0, 1)
+            for w in others
+        ),
     }
     if not (row["went_on"] and row["said"]):
         row["logs"] = {w: f"{codes[w]}: {running.log_of(w)[-1500:]}" for w in codes}
