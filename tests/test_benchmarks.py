@@ -184,7 +184,7 @@ def test_of_a_soak_it_is_told_what_was_lost_and_what_grows() -> None:
     assert seconds_until(other, [1], at=10.1) == pytest.approx(0.6)
     assert seconds_until(hit, [1], at=10.1) == float("inf")
     uses = [Use(60.0 * minute, 100 + minute, 40, 12) for minute in range(10)]
-    found = trends(uses, skip_s=120)
+    found = trends(uses, since=120)
     assert found["rss_mb"] == pytest.approx((102, 109, 60))
     assert found["descriptors"] == pytest.approx((40, 40, 0))
 

@@ -202,9 +202,9 @@ class Trend(NamedTuple):
     """The slope of a line through all of it."""
 
 
-def trends(uses: Sequence[Use], skip_s: float) -> dict[str, Trend]:
-    """Return how memory, descriptors and threads went, some seconds after a process began."""
-    late = [use for use in uses if use.at >= uses[0].at + skip_s]
+def trends(uses: Sequence[Use], since: float) -> dict[str, Trend]:
+    """Return how memory, descriptors and threads went since a moment."""
+    late = [use for use in uses if use.at >= since]
     if len(late) < 3:
         return {}
     hours = (np.array([use.at for use in late]) - late[0].at) / 3600

@@ -34,6 +34,9 @@ class Spec:
     num_steps: int = 0
     """0 for as many as the file ``until`` will say."""
 
+    lr: float = 0.0
+    """0 for that of the workload."""
+
     constant_lr: bool = False
     """Whether the learning rate stays, as it does where nobody knows how many steps there are."""
 
@@ -55,6 +58,7 @@ def train(spec: Spec, folder: Path) -> None:
     workload = WORKLOADS[spec.workload]()
     data = workload.load()
     dist.init_process_group("gloo")
+    _wait_for_all(spec)
     torch.manual_seed(spec.seed)
     model = workload.make_model()
     optimizer = _optimizer(spec, model.parameters())
@@ -73,7 +77,7 @@ def train(spec: Spec, folder: Path) -> None:
             time.sleep(_WAITING_S if waits else spec.pace_s)
             if spec.num_steps and not spec.constant_lr:
                 for group in optimizer.param_groups:
-                    group["lr"] = workload.recipe.lr * _share_of_lr(gossip.num_steps, spec)
+                    group["lr"] = _lr(spec) * _share_of_lr(gossip.num_steps, spec)
             inputs, targets = _batch(spec, data, worker, gossip.num_steps)
             optimizer.zero_grad()
             workload.loss(model(inputs), targets).backward()
@@ -92,6 +96,15 @@ def train(spec: Spec, folder: Path) -> None:
     aside.rename(folder / f"{worker}.json")
 
 
+def _wait_for_all(spec: Spec) -> None:
+    """Return when all processes have started once: the timeout is for training."""
+    group = dist.group.WORLD
+    assert group is not None
+    store = group.get_group_store()
+    store.set(f"started/{dist.get_rank()}", "")
+    store.wait([f"started/{rank}" for rank in range(spec.num_workers)], timedelta(minutes=10))
+
+
 def _is_over(spec: Spec, num_steps: int, folder: Path) -> bool:
     if spec.num_steps:
         return num_steps >= spec.num_steps
@@ -102,7 +115,11 @@ def _is_over(spec: Spec, num_steps: int, folder: Path) -> bool:
 def _optimizer(spec: Spec, parameters: object) -> Optimizer:
     recipe = WORKLOADS[spec.workload]().recipe
     make = {"sgd": SGD, "adamw": AccumAdamW}[recipe.optimizer]
-    return make(parameters, lr=recipe.lr, **recipe.optimizer_options)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    return make(parameters, lr=_lr(spec), **recipe.optimizer_options)  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
+def _lr(spec: Spec) -> float:
+    return spec.lr or WORKLOADS[spec.workload]().recipe.lr
 
 
 def _share_of_lr(step: int, spec: Spec) -> float:
