@@ -159,17 +159,17 @@ def start(scene: Scene) -> Running:
         lab = Cluster(parse_layout(place.layout)).__enter__()
         address = lab.layout.hosts[place.store].address
 
-    def fork(body: Callable[[], None], log: str, host: int) -> int:
+    def fork_on(body: Callable[[], None], log: str, host: int) -> int:
         if lab is None:
-            return _fork(body, folder / log)
+            return fork(body, folder / log)
         namespace = f"{lab.id}.{lab.layout.hosts[host].name}"
-        return _fork(lambda: run_inside(namespace, body), folder / log)
+        return fork(lambda: run_inside(namespace, body), folder / log)
 
     hosts = range(scene.num_workers) if place is None else place.hosts
     store_host = 0 if place is None else place.store
-    holder = fork(lambda: _hold_store(folder, address), "store.log", store_host)
+    holder = fork_on(lambda: _hold_store(folder, address), "store.log", store_host)
     workers = {
-        rank: fork(lambda rank=rank: _work(scene, rank, folder, address), f"{rank}.log", host)
+        rank: fork_on(lambda rank=rank: _work(scene, rank, folder, address), f"{rank}.log", host)
         for rank, host in enumerate(hosts)
     }
     return Running(scene, folder, holder, workers, lab)
@@ -187,7 +187,7 @@ def longest_pause(running: Running, worker: int, at: float) -> float:
     return max(b - a for a, b in pairwise(times) if b > at)
 
 
-def _fork(body: Callable[[], None], log: Path) -> int:
+def fork(body: Callable[[], None], log: Path) -> int:
     """Run a function in a process of its own, that ends as a script does."""
     sys.stdout.flush()
     pid = os.fork()
@@ -388,6 +388,13 @@ FAULTS: dict[str, Fault] = {
 }
 
 
+def warm_up() -> None:
+    """Do what forked processes need not do each by itself."""
+    torch.set_num_threads(1)
+    torch.optim.SGD(nn.Linear(1, 1).parameters())  # imports much, and only once before the forks
+    gc.freeze()  # or each of them would look for garbage in all of it when it ends
+
+
 def playable() -> list[str]:
     """Return the faults that this machine can play: some cut a link in a lab."""
     try:
@@ -400,9 +407,7 @@ def playable() -> list[str]:
 
 def play(names: Sequence[str], timeout_s: float, together: int) -> Iterator[dict[str, Any]]:
     """Yield a row for each fault; several run at a time, for they mostly wait."""
-    torch.set_num_threads(1)
-    torch.optim.SGD(nn.Linear(1, 1).parameters())  # imports much, and only once before the forks
-    gc.freeze()  # or each of them would look for garbage in all of it when it ends
+    warm_up()
     for batch in (names[i : i + together] for i in range(0, len(names), together)):
         faults = {name: FAULTS[name] for name in batch}
         scenes = {name: replace(f.scene, timeout_s=timeout_s) for name, f in faults.items()}
@@ -435,7 +440,12 @@ def _outcome(fault: Fault, running: Running) -> dict[str, Any]:
         "went_on": [*ends] == [*fault.survivors]
         and all(codes[w] == 0 and end["members"] == [*fault.survivors] for w, end in ends.items()),
         "one_model": len({end["norm"] for end in ends.values()}) <= 1,
-        "said": all(fault.words in running.log_of(w) and codes[w] in (0, 1) for w in others),
+        "said": all(
+            fault.words in running.log_of(w)
+            and "Exception ignored" not in running.log_of(w)
+            and codes[w] in (0, 1)
+            for w in others
+        ),
     }
     if not (row["went_on"] and row["said"]):
         row["logs"] = {w: f"{codes[w]}: {running.log_of(w)[-1500:]}" for w in codes}

@@ -14,7 +14,9 @@ import pytest
 import torch
 import typer
 
-from benchmarks import bits, imports, simulation, sizes, step
+from benchmarks import bits, imports, simulation, sizes, step, stragglers
+from benchmarks.soak.faults import missed_steps, seconds_until
+from benchmarks.soak.job import Taken, Use, trends
 from tests.page_commands import own_app
 
 # Jobs of several processes that each import torch: a loaded machine takes its time.
@@ -177,3 +179,27 @@ def test_bits_tell_runs_apart_and_repeat_themselves(
     first = lines("awc", 3)
     assert first == lines("awc", 3)
     assert len({*first, *lines("atc", 3), *lines("awc", 4)}) == 3
+
+
+def test_of_a_soak_it_is_told_what_was_lost_and_what_grows() -> None:
+    """Steps of a worker that came back, seconds until others went on, and a leak's slope."""
+    all_three, two = (0, 1, 2), (0, 2)
+    hit = [Taken(10.0, 5, all_three), Taken(14.0, 9, all_three), Taken(14.1, 10, all_three)]
+    other = [Taken(10.0, 5, all_three), Taken(10.2, 6, all_three), Taken(10.7, 7, two)]
+    assert missed_steps(hit, at=10.1) == 3
+    assert missed_steps(other, at=10.1) == 0
+    assert seconds_until(other, [1], at=10.1) == pytest.approx(0.6)
+    assert seconds_until(hit, [1], at=10.1) == float("inf")
+    uses = [Use(60.0 * minute, 100 + minute, 40, 12) for minute in range(10)]
+    found = trends(uses, since=120)
+    assert found["rss_mb"] == pytest.approx((102, 109, 60))
+    assert found["descriptors"] == pytest.approx((40, 40, 0))
+
+
+def test_one_slow_host_sets_the_pace_of_those_who_do_not_wait_for_it() -> None:
+    """In the model all take as many steps, so what skipping saves is for others to wait later."""
+    waits = stragglers.Setting(num_workers=8, message=0.5, slow=2.0)
+    skips = stragglers.Setting(num_workers=8, message=0.5, slow=2.0, most_skipped=10**6)
+    assert stragglers.play(waits)[0] == pytest.approx(stragglers.play(skips)[0], rel=1e-3)
+    even = stragglers.Setting(num_workers=8, message=0.0)
+    assert 1 < stragglers.play(even)[0] < 1.03

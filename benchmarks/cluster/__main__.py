@@ -30,6 +30,7 @@ def main(  # noqa: PLR0913 - one parameter per option
     params: Annotated[float, typer.Option(help="Parameters of the model.")] = 8.4e6,
     layers: Annotated[int, typer.Option(help="Layers that they are split over.")] = 4,
     variance: Annotated[float, typer.Option(help="Of the normalized compute time.")] = 0.0,
+    slow: Annotated[float, typer.Option(help="Factor of the first host's compute time.")] = 1.0,
     steps: Annotated[int, typer.Option(help="Timed steps per method and round.")] = 8,
     rounds: Annotated[int, typer.Option(help="Rounds; each runs every method once.")] = 3,
     method: Annotated[list[str] | None, typer.Option(help="Only this; repeatable.")] = None,
@@ -48,6 +49,7 @@ def main(  # noqa: PLR0913 - one parameter per option
         layers=layers,
         compute_ms=compute_ms,
         variance=variance,
+        slow=slow,
         timeout_s=120.0,
     )
     all_rows: list[Row] = []

@@ -50,6 +50,9 @@ class Task:
     timeout_s: float
     """How long one method may take in one round."""
 
+    slow: float = 1.0
+    """How much longer the first host computes than the others."""
+
     def to_json(self) -> str:
         """Return it as one argument of a command."""
         return json.dumps(asdict(self))
@@ -60,11 +63,12 @@ def time_method(
 ) -> dict[str, float]:
     """Run one method on this host and return what its timed steps took."""
     torch.manual_seed(0)
+    compute_ms = task.compute_ms * (task.slow if rank == 0 else 1.0)
     model = EmulatedModel(
         num_params=task.params,
         num_layers=task.layers,
-        forward_s=task.compute_ms / 3e3,
-        backward_s=task.compute_ms / 1.5e3,
+        forward_s=compute_ms / 3e3,
+        backward_s=compute_ms / 1.5e3,
         variance=task.variance,
         seed=rank + round_ * world_size,  # the same compute times for all methods of a round
     )

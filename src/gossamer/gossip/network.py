@@ -72,6 +72,7 @@ class Network:
     ) -> None:
         self.rank, self.size = process_group.rank(), process_group.size()
         self.detector = detector
+        self._is_dropped = False
         self.telemetry = telemetry or Telemetry()
         self._connections = Connections(process_group, detector, device, opening=opening)
         try:
@@ -132,6 +133,9 @@ class Network:
 
     def drop(self) -> None:
         """Let go of everything, whatever is in flight, so that peers see connections close."""
+        if self._is_dropped:
+            return
+        self._is_dropped = True
         self.transport.close()
         self.collectives.close()
         self._connections.drop()
