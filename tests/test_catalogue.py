@@ -14,7 +14,7 @@ from tests.catalogue import ALL_TOPOLOGIES, VARIANTS
 
 
 def test_arguments_by_name_and_by_position() -> None:
-    """lattice(4) and lattice(k=4) are the same text."""
+    """lattice(4) and lattice(k=4) are the same string."""
     assert parse("lattice(k=4)", 16).round(0) == lattice(16, 4)
     assert parse(" lattice( 4 ) ", 16).round(0) == lattice(16, 4)
     assert parse("star(weights=uniform)", 5).round(0) == star(5, weights=uniform)
@@ -31,7 +31,7 @@ def test_the_name_of_a_schedule_parses_to_itself(text: str) -> None:
 
 
 def test_defaults_fill_what_the_text_leaves_open() -> None:
-    """The caller knows steps per epoch and workers per node; the text overrides it."""
+    """The caller knows steps per epoch and workers per node; the string overrides it."""
     known = {"steps_per_epoch": 7, "workers_per_node": 2}
     assert parse("ada(k0=4, gamma=1)", 16, **known).round(7) == ada(
         16, k0=4, gamma=1, steps_per_epoch=7

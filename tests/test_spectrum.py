@@ -66,7 +66,7 @@ def test_consensus_decay_equals_the_published_table(text: str) -> None:
 @settings(max_examples=8)
 @given(data=st.data())
 def test_contraction_equals_its_definition(text: str, data: st.DataObject) -> None:
-    """The fast ways agree with the dense norm of the product of rounds, for the whole catalogue."""
+    """The fast methods give the dense norm of the product of rounds, for the whole catalogue."""
     schedule = parse(text, data.draw(sizes_of(text)))
     steps = min(schedule.period or 3, 12)
     deviation = product(schedule, steps) - 1 / schedule.num_workers
@@ -89,7 +89,7 @@ def test_large_topologies_give_what_small_ones_would(
 
 
 def test_a_long_thin_graph_does_not_stall() -> None:
-    """At 6000 workers one-peer ring's eigenvalues crowd below 1; theory says 1 − (2π/n)²."""
+    """At 6000 workers one-peer ring's eigenvalues cluster below 1; theory says 1 − (2π/n)²."""
     n = 6000
     left = sp.contraction(one_peer_ring(n))
     assert 1 - left**2 == pytest.approx((2 * np.pi / n) ** 2, rel=1e-3)
@@ -175,7 +175,7 @@ def test_mixing_speed_needs_a_conserved_mean() -> None:
 
 
 def test_decay_at_scale_is_an_average_over_random_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Above the dense limit 64 random starts stand for all; on 200 workers within 5 %."""
+    """Above the dense limit 64 random starts estimate it; on 200 workers within 5 %."""
     schedule = static(erdos_renyi(200, 0.05))
     exact = sp.consensus_decay(schedule, 3)
     monkeypatch.setattr(sp, "_DENSE_BELOW", 0)
@@ -203,7 +203,7 @@ def test_summaries_at_scale(text: str) -> None:
         ("ring", 16, 2, 2),
         ("star", 16, 15, 15),
         ("complete", 16, 30, 1.875),
-        ("one_peer_ring", 5, 0.8, 0.8),  # each rests once in five rounds
+        ("one_peer_ring", 5, 0.8, 0.8),  # each is idle once in five rounds
         ("aer(workers_per_node=4)", 16, 10, 1.625),  # half the time 2·7/8, half 2·3/4
     ],
 )

@@ -158,7 +158,7 @@ def test_numpy_integers_count_workers_too() -> None:
 
 @pytest.mark.parametrize("text", ALL_TOPOLOGIES + VARIANTS)
 def test_one_worker_is_a_valid_world(text: str) -> None:
-    """On one worker every topology is a round that keeps everything, and sends nothing."""
+    """On one worker every topology is the identity, and sends nothing."""
     round = parse(text, 1).round(0)
     assert round.matrix().toarray().tolist() == [[1.0]]
     assert round.degree == 0
@@ -168,7 +168,7 @@ def test_one_worker_is_a_valid_world(text: str) -> None:
 @pytest.mark.parametrize("text", ALL_TOPOLOGIES)
 @pytest.mark.parametrize("num_workers", [0, -3, 8.0])
 def test_no_worker_is_refused(text: str, num_workers: int) -> None:
-    """A world without workers is an error that says so, for every topology."""
+    """Zero workers is an error that says so, for every topology."""
     with pytest.raises(UserError, match="at least one worker, got"):
         parse(text, num_workers)
 
@@ -207,7 +207,7 @@ def test_regular_graphs_weigh_uniformly_and_irregular_ones_by_metropolis() -> No
 
 
 def test_weights_on_request() -> None:
-    """Either rule on any graph: uniform on a star declares that it moves the mean."""
+    """Either rule on any graph: uniform on a star declares that it does not conserve the mean."""
     np.testing.assert_allclose(ring(5, weights=metropolis).matrix().data, 1 / 3, rtol=1e-15)
     heavy = star(5, weights=uniform)
     assert not heavy.conserves_mean
@@ -290,7 +290,7 @@ def test_pairs_of_one_peer_exponential_are_the_hypercube() -> None:
 
 @pytest.mark.parametrize(("num_workers", "period"), [(1, 1), (2, 2), (6, 2), (5, 5), (7, 7)])
 def test_one_peer_ring_visits_every_edge_of_the_ring(num_workers: int, period: int) -> None:
-    """Even rings alternate two matchings; on odd ones each worker rests once in a period."""
+    """Even rings alternate two matchings; on odd ones each worker is idle once in a period."""
     schedule = one_peer_ring(num_workers)
     assert schedule.period == period
     rounds = [schedule.round(step) for step in range(period)]
@@ -303,10 +303,10 @@ def test_one_peer_ring_visits_every_edge_of_the_ring(num_workers: int, period: i
 @pytest.mark.parametrize(
     ("node_of", "words"),
     [
-        ([], "a node number for each worker"),
-        ([0, 0, -1, 1], "a node number for each worker"),
-        ([0.4, 0.9], "a node number for each worker"),
-        ("abc", "a node number for each worker"),
+        ([], "a node index for each worker"),
+        ([0, 0, -1, 1], "a node index for each worker"),
+        ([0.4, 0.9], "a node index for each worker"),
+        ("abc", "a node index for each worker"),
         ([0, 0, 2, 2], "number nodes without gaps"),
         ([0, 0, 0, 1], "nodes of 1 to 3"),
     ],
@@ -364,7 +364,7 @@ def test_base_graph_is_exact_on_any_number_of_workers(num_workers: int) -> None:
 
 @pytest.mark.parametrize(("num_workers", "k"), [(5, 1), (33, 1), (26, 2), (1000, 1)])
 def test_base_graph_leaves_few_workers_idle(num_workers: int, k: int) -> None:
-    """Those without a partner across blocks average inside: at most one per block rests."""
+    """Those without a peer across blocks average inside: at most one per block is idle."""
     schedule = base_graph(num_workers, k)
     for step in range(schedule.period or 0):
         resting = int((schedule.round(step).in_degrees == 0).sum())
@@ -406,7 +406,7 @@ def test_random_schedules_depend_on_seed_and_step_alone(build: Callable[..., Sch
 
 
 def test_ou_equidyn_starts_pairing_anywhere() -> None:
-    """On odd n one worker rests, and over many rounds every worker has rested."""
+    """On odd n one worker is idle, and over many rounds every worker has been."""
     schedule = ou_equidyn(7)
     resting = [np.flatnonzero(schedule.round(step).in_degrees == 0) for step in range(100)]
     assert set(np.concatenate(resting).tolist()) == set(range(7))

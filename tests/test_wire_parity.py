@@ -313,7 +313,7 @@ def test_every_fragment_goes_through_all_rounds() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"fragments": 0}, "fragments must be a whole number from 1 to 1,024, got 0"),
+        ({"fragments": 0}, "fragments must be an integer from 1 to 1,024, got 0"),
         ({"fragments": 9}, "fragments=9 need as many parameters, got 4; use at most fragments=4"),
         ({"fragments": 2, "algorithm": "push_sum"}, "push_sum exchanges all that it has at once"),
         (

@@ -1,4 +1,4 @@
-"""Who talks to whom, when, and with which weight.
+"""Who exchanges with whom, at which step, and with which weight.
 
 Pure: numpy and scipy, no process group. A graph is a function that returns a Round; a schedule
 gives the Round of every step; ``parse`` turns a string into a schedule.

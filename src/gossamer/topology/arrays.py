@@ -1,4 +1,4 @@
-"""What a round is read as: arrays over workers, one worker's neighbours, shifts that all share."""
+"""Views of a round: arrays over workers, one worker's neighbours, and circulant shifts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 Sparse: TypeAlias = "csr_array[np.float64, tuple[int, int]]"
 
-# Weights are sums and quotients of small integers: an honest row misses one by rounding error only.
+# Weights are sums and quotients of small integers: a stochastic row sums to 1 up to rounding error.
 TOLERANCE = 1e-9
 
 
@@ -39,7 +39,7 @@ class Neighbours(NamedTuple):
 
 
 class Shifts(NamedTuple):
-    """A round in which all workers do the same: W[i, i + s mod n] = w for every i, s and its w."""
+    """A circulant round: W[i, i + s mod n] = w for every i, and each shift s of weight w."""
 
     distances: IntArray
     """Each s, ascending from 0 to n − 1."""
@@ -48,6 +48,6 @@ class Shifts(NamedTuple):
 
 
 def freeze(array: AnyArray) -> AnyArray:
-    """Return the array, read-only from now on: a round is a value."""
+    """Return the array, made read-only: a Round is hashed and shared, so it must never change."""
     array.flags.writeable = False
     return array

@@ -1,4 +1,4 @@
-"""The catalogue of topologies, and where a name becomes one."""
+"""The catalogue of topologies, and ``parse``, which turns a string into a schedule."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Entry(NamedTuple):
     """One row of the catalogue."""
 
     build: Callable[..., Round | Schedule]
-    """From the number of workers and other arguments; its docstring's first line describes it."""
+    """Takes the number of workers and other arguments; its docstring's first line describes it."""
 
     example: str = ""
     """Arguments that tables, pictures and tests use."""
@@ -89,7 +89,7 @@ WEIGHT_RULE_REGISTRY: Registry[Round] = Registry(
 
 
 def as_schedule(topology: str | Round | Schedule, num_workers: int) -> Schedule:
-    """Return the schedule that is meant: a string is parsed, a Round comes at every step."""
+    """Return the topology as a schedule: a string is parsed, a Round is used at every step."""
     if isinstance(topology, str):
         return parse(topology, num_workers)
     schedule = static(topology) if isinstance(topology, Round) else topology
@@ -120,7 +120,7 @@ def parse(text: str, num_workers: int, **defaults: Any) -> Schedule:
 
 
 def _check_taken_by_some(defaults: Iterable[str]) -> None:
-    """Refuse a default that no topology of the catalogue takes: it is misspelt."""
+    """Raise on a default that no topology of the catalogue takes: it must be a misspelling."""
     for key in defaults:
         if not any(key in inspect.signature(row.build).parameters for row in CATALOGUE.values()):
             raise UserError(

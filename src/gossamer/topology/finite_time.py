@@ -8,13 +8,13 @@ each built from the one before:
 2. simple base graph: n in base k + 1 is Σ_l a_l (k+1)^{p_l}; block l holds a_l (k+1)^{p_l} workers.
    First every block averages internally. Then block 1 is bridged to all later blocks so that each
    of its a_1 parts, and the rest, have the global mean; block 2 to the blocks after it; and so on.
-   A bridged part averages internally while later blocks are being bridged. Whoever would rest
-   averages within its part instead: that changes no mean, and in training it mixes.
+   A bridged part averages internally while later blocks are being bridged. Workers that would be
+   idle average within their part instead: that conserves the mean, and mixes during training.
 3. base graph: n = p·q with p the part of n that factors into numbers <= k + 1. Simple graphs on
    groups of q in parallel, then a hyper-hypercube across them, where that is shorter than 2.
 
-A round is built as a list of disjoint pieces, each a small matrix on some of the workers; whoever
-is in no piece keeps its parameters.
+A round is built as a list of disjoint pieces, each a small matrix on some of the workers; a worker
+in no piece keeps its parameters.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def _simple(workers: IntArray, k: int) -> list[list[_Piece]]:
     blocks = _digits(workers, k)
     inside = [_hyper_hypercube(block.ravel(), k) for block in blocks]
     rounds = _in_parallel([_repeat(cubes, len(inside[0])) for cubes in inside])
-    # Block l takes part in the bridges of the blocks before it, then in its own, and is then done
-    # with the others: its parts average alone. The first block takes longest.
+    # Block l takes part in the bridges of the blocks before it, then in its own; after that its
+    # parts only average internally. The first block takes longest.
     num_steps = 1 + len(_hyper_hypercube(blocks[0][0], k))
     tracks: list[list[list[_Piece]]] = []
     for index, parts in enumerate(blocks):
@@ -90,8 +90,8 @@ def _factored(workers: IntArray, k: int) -> list[list[_Piece]]:
 def _bridge(parts: IntArray, later: IntArray) -> _Piece:
     """Give every part of a uniform block, and all later workers together, the mean of them all.
 
-    Each later worker meets one worker of each part. With s workers to a part and T in all, a
-    block worker takes s/T of the later one; that one keeps (later)/T.
+    Each later worker exchanges with one worker of each part. With s workers to a part and T in
+    all, a block worker gives weight s/T to the later one, which keeps (later)/T.
     """
     num_parts, size = parts.shape
     total = parts.size + len(later)
@@ -103,7 +103,7 @@ def _bridge(parts: IntArray, later: IntArray) -> _Piece:
 
 
 def _cliques(parts: IntArray, k: int) -> list[_Piece]:
-    """Let workers of the same part average in cliques of k + 1, the last one as large as it is."""
+    """Let workers of the same part average in cliques of k + 1; the last one may be smaller."""
     whole = parts.shape[1] // (k + 1) * (k + 1)
     groups = (parts[:, :whole].reshape(-1, k + 1), parts[:, whole:])
     return [
@@ -114,7 +114,7 @@ def _cliques(parts: IntArray, k: int) -> list[_Piece]:
 
 
 def _repeat(rounds: list[list[_Piece]], num_steps: int) -> list[list[_Piece]]:
-    """Return the rounds over and over, for that many steps; nothing where there are none."""
+    """Return the rounds cycled to ``num_steps``; an empty list stays empty."""
     return [rounds[step % len(rounds)] for step in range(num_steps)] if rounds else []
 
 

@@ -1,8 +1,8 @@
 """Graphs: each function returns one Round on any valid number of workers.
 
 All are undirected but ``exponential``. The default weights are uniform where the graph is regular
-and metropolis where it is not; ``weights=`` takes any rule of ``topology.weights``. One worker is a
-valid world for every graph: a round that keeps everything.
+and metropolis where it is not; ``weights=`` takes any rule of ``topology.weights``. Every graph
+accepts one worker: its round is the identity.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from gossamer.topology.round import Round
 from gossamer.topology.weights import WeightRule, by_degree, uniform
 
 MAX_WORKERS = 2**17
-"""Larger topologies would take minutes to analyse."""
+"""More workers would take minutes to analyse."""
 
 MAX_MESSAGES = 2**24
-"""Of one round: about a gigabyte."""
+"""The most messages in one round: about a gigabyte of edges."""
 
 _MAX_DRAWN = 2**20
-"""Messages of a random regular graph, which is drawn one by one."""
+"""The most messages of a random regular graph, whose edges are drawn one by one."""
 
 _MAX_DRAWS = 100
 
@@ -68,7 +68,7 @@ def exponential(num_workers: int, *, weights: WeightRule = by_degree) -> Round:
 
 
 def hypercube(num_workers: int, *, weights: WeightRule = by_degree) -> Round:
-    """Neighbours differ in one bit of their number; needs a power of two."""
+    """Neighbours differ in one bit of their index; needs a power of two."""
     flips = 1 << np.arange(log2_of(num_workers, "hypercube", "exponential"))
     workers = np.arange(num_workers)
     others = workers ^ flips[:, None]
@@ -196,26 +196,26 @@ def check_workers(num_workers: int) -> None:
     """Raise unless there is at least one worker, and not more than can be analysed."""
     try:
         fits = 1 <= operator.index(num_workers) <= MAX_WORKERS
-    except TypeError:  # not a whole number
+    except TypeError:  # not an integer
         fits = False
     if not fits or isinstance(num_workers, bool):
         raise UserError(
             f"a topology needs at least one worker, got {quoted(num_workers)}; "
-            f"give a whole number from 1 to {MAX_WORKERS:,}"
+            f"give an integer from 1 to {MAX_WORKERS:,}"
         )
 
 
 def check_messages(count: int, most: int = MAX_MESSAGES) -> None:
-    """Raise where a round would have more messages than memory and patience allow."""
+    """Raise where a round would have more messages than fit in memory."""
     if count > most:
         raise UserError(
             f"a round of such a graph may have up to {most:,} messages, got {quoted(count)}; "
-            "use fewer workers or neighbours, or complete, which is held without its messages"
+            "use fewer workers or neighbours, or complete, which does not store its edges"
         )
 
 
 def check_seed(seed: int) -> int:
-    """Return the seed, after a check that generators take it."""
+    """Return the seed, checked to be one that random generators accept."""
     if not 0 <= seed < 2**63:
         raise UserError(f"a seed must be at least 0, got {quoted(seed)}; use one below 2**63")
     return seed
@@ -236,7 +236,7 @@ def _undirected(num_workers: int, ends: IntArray, others: IntArray) -> Sparse:
 def _adjacency(
     num_workers: int, receivers: npt.ArrayLike = (), senders: npt.ArrayLike = ()
 ) -> Sparse:
-    """Return 1.0 where a receiver hears a sender (mod n): duplicates merge, loops vanish."""
+    """Return 1.0 at [receiver, sender] (mod n); duplicate edges merge, self-loops are removed."""
     to = np.asarray(receivers, dtype=np.int64) % num_workers
     by = np.asarray(senders, dtype=np.int64) % num_workers
     edge = to != by

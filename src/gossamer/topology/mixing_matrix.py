@@ -1,4 +1,4 @@
-"""Rounds of any weights, held as one frozen sparse matrix."""
+"""Rounds with arbitrary weights, stored as one read-only sparse matrix."""
 
 # n: workers, N: numbers per worker
 
@@ -26,10 +26,10 @@ from gossamer.topology.arrays import (
 
 @final
 class MixingMatrix:
-    """Weights that are stochastic; see ``Round`` for what its answers mean.
+    """A stochastic mixing matrix; ``Round`` documents the methods.
 
     Args:
-        weights: W, which is copied.
+        weights: W; copied, so that a caller cannot change the round later.
         rows: whether rows must sum to one.
         columns: whether columns must.
     """
@@ -79,12 +79,12 @@ class MixingMatrix:
 
     @property
     def is_connected(self) -> bool:
-        """Whether what one worker knows can reach every other."""
+        """Whether the graph is strongly connected: information reaches every other worker."""
         return is_connected(self.weights)
 
     @property
     def shifts(self) -> Shifts | None:
-        """How far away the workers are that each one mixes with; None where rows of W differ."""
+        """W as shifts that all workers share; None where W is not circulant."""
         w, n = self.weights, self.num_workers
         degree, rest = divmod(w.nnz, n)
         if rest or np.any(np.diff(w.indptr) != degree):
@@ -95,7 +95,7 @@ class MixingMatrix:
         weights = np.take_along_axis(w.data.reshape(n, degree), order, axis=1)
         if np.any(distances != distances[0]) or np.any(weights != weights[0]):
             return None
-        # Copies: one row must not keep the arrays of all.
+        # Copies: a view of one row would keep the arrays of the whole matrix alive.
         return Shifts(freeze(distances[0].copy()), freeze(weights[0].copy()))
 
     def neighbours(self, worker: int) -> Neighbours:
@@ -109,7 +109,7 @@ class MixingMatrix:
         return cast(FloatArray, self.weights @ x_nN)
 
     def matrix(self) -> Sparse:
-        """Return W, in an object of its own: one that is changed does not change this."""
+        """Return W as a new object, so that changing it leaves the round as it is."""
         w = self.weights
         return cast("Sparse", csr_array((w.data, w.indices, w.indptr), shape=w.shape))
 
@@ -119,7 +119,7 @@ class MixingMatrix:
 
 
 def is_connected(weights: Sparse) -> bool:
-    """Whether what one worker knows can reach every other."""
+    """Whether the graph is strongly connected: information reaches every other worker."""
     from scipy.sparse.csgraph import connected_components  # slow to import; many rounds need none
 
     # Strong components; on an undirected graph they are the components. A copy, because the
@@ -129,12 +129,12 @@ def is_connected(weights: Sparse) -> bool:
 
 
 def without(weights: Sparse, away: BoolArray, *, keep: bool) -> Sparse:
-    """Return the weights where some workers neither give nor take.
+    """Return the weights of a round in which some workers take no part.
 
     Args:
-        weights: any.
-        away: whether each worker is one of them.
-        keep: whether others keep on their own what they would give to them.
+        weights: any mixing matrix.
+        away: a mask of the workers that are left out.
+        keep: whether the others add the weight of those to their own parameters.
     """
     receivers = np.repeat(np.arange(len(away)), np.diff(weights.indptr))
     exchanged = np.where(away[receivers] | away[weights.indices], 0.0, weights.data)

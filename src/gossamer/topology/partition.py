@@ -1,8 +1,8 @@
-"""Rounds in which workers average within groups, held as the groups alone.
+"""Rounds in which workers average within groups, stored as one label per worker.
 
 The matrix of such a round has g entries for each member of a group of g, so that an average of all
-n workers would take n² numbers; a label for each worker tells as much, and where all have the same
-one, that number alone does.
+n workers would take n² numbers. The labels carry the same information in n, and where all are equal
+in one.
 """
 
 # n: workers, N: numbers per worker
@@ -31,10 +31,10 @@ from gossamer.topology.arrays import (
 class Partition:
     """Disjoint groups that cover all workers; every member weighs 1/g in a group of g.
 
-    It has the reading interface of ``MixingMatrix``; see ``Round`` for what its answers mean.
+    It has the read interface of ``MixingMatrix``; ``Round`` documents the methods.
 
     Args:
-        labels: a number for each worker; those with the same one are a group.
+        labels: an integer for each worker; workers with the same label form a group.
     """
 
     symmetric = True
@@ -91,12 +91,12 @@ class Partition:
 
     @property
     def is_connected(self) -> bool:
-        """Whether what one worker knows can reach every other."""
+        """Whether information reaches every other worker: all are in one group."""
         return self.num_groups == 1
 
     @property
     def shifts(self) -> Shifts | None:
-        """Multiples of n/g, the only partition whose groups are one group moved on and on."""
+        """Multiples of n/g where groups are the cosets of that stride: the only circulant ones."""
         n, stride = self.num_workers, self.num_groups
         if n % stride or np.any(self.labels != np.arange(n) % stride):
             return None
@@ -120,7 +120,7 @@ class Partition:
         return Neighbours(share, others, others)
 
     def mixed(self, x_nN: FloatArray) -> FloatArray:
-        """Return W x: as the product with ``matrix()`` bit for bit, but of one row per group."""
+        """Return W x, computed once per group; bit for bit the product with ``matrix()``."""
         members, bounds = self._by_group()
         sizes = np.diff(bounds)
         shares = np.repeat(1.0 / sizes, sizes)
@@ -131,14 +131,14 @@ class Partition:
         return mixed
 
     def without(self, away: BoolArray) -> Partition:
-        """Return the partition in which groups that have one of these members are dissolved."""
+        """Return the partition in which the groups of these workers are split into single ones."""
         labels = self.labels.copy()
         dissolved = np.isin(labels, labels[away])
         labels[dissolved] = np.flatnonzero(dissolved)
         return Partition(labels)
 
     def matrix(self) -> Sparse:
-        """Return W: g entries for each member of a group of g, built anew at every call."""
+        """Return W: g entries for each member of a group of g, rebuilt at every call."""
         members, bounds = self._by_group()
         sizes = self.sizes
         # Where each worker's group begins among the members, then in the rows of the matrix.
@@ -150,7 +150,7 @@ class Partition:
         return cast("Sparse", csr_array(tuple(map(freeze, arrays)), shape=shape))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # An array that is a view of one number would be written out in full.
+        # Pickle would write a broadcast view of one number out in full.
         whole = self.num_groups == 1
         return (Partition.whole, (self.num_workers,)) if whole else (Partition, (self.labels,))
 

@@ -1,10 +1,10 @@
 """Communication rounds: who mixes with whom, and with which weight.
 
-A Round is a value. It knows nothing of processes: the simulator reads it as a matrix, gossip as
-sends and receives, the runtime model as messages on links, the report as a picture. What it holds
-is one frozen sparse matrix, or where workers average within groups the groups alone: a round on a
-thousand workers costs a few arrays, never a Python object per edge, and the average of all workers
-costs nothing, however many they are.
+A Round is an immutable value, independent of any process group: the simulator reads it as a matrix,
+gossip as sends and receives, the runtime model as messages on links, the report as a picture. It
+stores one read-only sparse matrix, or only the groups where workers average within groups: a round
+on a thousand workers costs a few arrays, never a Python object per edge, and the average of all
+workers is O(1) in their number.
 """
 
 # n: workers, N: numbers per worker
@@ -48,12 +48,12 @@ class Round:
         weights: the mixing matrix W; W[i, j] is the weight worker i gives to j's parameters.
         doubly_stochastic: whether columns must sum to one as well, so that mixing conserves the
             mean. Pass False to declare a round that does not.
-        column_stochastic: whether columns sum to one and rows need not: each worker shares out all
-            that it has, as push-sum does.
+        column_stochastic: whether columns sum to one and rows need not: each worker splits its
+            parameters among its receivers, as push-sum does.
     """
 
     _form: MixingMatrix | Partition
-    """Whoever knows the weights; a partition where one was given, whatever a matrix amounts to."""
+    """What stores the weights. A matrix that happens to average in groups stays a matrix here."""
 
     def __init__(
         self, weights: Sparse, *, doubly_stochastic: bool = True, column_stochastic: bool = False
@@ -71,7 +71,7 @@ class Round:
 
     @classmethod
     def unchecked(cls, weights: Sparse) -> Round:
-        """Return a round of any weights that are not negative."""
+        """Return a round with any non-negative weights, rows and columns summing to anything."""
         round = cls.__new__(cls)
         round._form = MixingMatrix(weights, rows=False, columns=False)
         return round
@@ -84,8 +84,8 @@ class Round:
     def matrix(self) -> Sparse:
         """Return W, with W[i, j] the weight worker i gives to worker j's parameters (read-only).
 
-        The average of n workers has n² entries, built for the caller; ``mixed``, ``self_weights``
-        and ``neighbours`` do without.
+        The average of n workers has n² entries, built at each call; ``mixed``, ``self_weights``
+        and ``neighbours`` do not need them.
         """
         return self._form.matrix()
 
@@ -129,30 +129,30 @@ class Round:
 
     @cached_property
     def conserves_mean(self) -> bool:
-        """Whether W is doubly stochastic: mixing moves workers, never their average."""
+        """Whether columns sum to one: mixing leaves the mean of the workers where it is."""
         return self._form.conserves_mean
 
     @cached_property
     def keeps_consensus(self) -> bool:
-        """Whether rows sum to one: workers that agree stay where they are."""
+        """Whether rows sum to one: mixing equal parameters leaves them equal and unchanged."""
         return self._form.keeps_consensus
 
     @cached_property
     def is_connected(self) -> bool:
-        """Whether this round, again and again, takes what one worker knows to every other."""
+        """Whether the graph is strongly connected: repeated, it mixes all workers."""
         return self._form.is_connected
 
     @cached_property
     def shifts(self) -> Shifts | None:
-        """How far away the workers are that each one mixes with; None where rows of W differ."""
+        """W as shifts that all workers share; None where W is not circulant."""
         return self._form.shifts
 
     def without(self, workers: Sequence[int]) -> Round:
-        """Return the round in which some workers neither give nor take: as if they were away.
+        """Return the round with some workers left out: they neither send nor receive.
 
-        Whoever would mix with them keeps that weight on its own parameters, and groups that average
-        exactly do not mix where one of them is a member. The mean of the others stays what it is
-        where weights are symmetric. Where rows do not sum to one, what they would give is lost.
+        Their neighbours add that weight to their own parameters, so rows still sum to one; groups
+        that average exactly do not mix where a member is left out. The mean of the others is
+        conserved where weights are symmetric. Where rows do not sum to one, that weight is lost.
         """
         away = np.zeros(self.num_workers, np.bool_)
         away[list(workers)] = True
@@ -165,7 +165,7 @@ class Round:
 
     @property
     def averages_all(self) -> bool:
-        """Whether every worker comes to the mean of all."""
+        """Whether one round gives every worker the mean of all."""
         return self.partition is not None and self.partition.num_groups == 1
 
     def groups(self) -> tuple[IntArray, ...] | None:
@@ -182,7 +182,7 @@ class Round:
 
     @cached_property
     def reduces(self) -> BoolArray:
-        """Whether each worker's group all-reduces; the others exchange messages."""
+        """Mask of the workers whose group all-reduces; the others exchange point to point."""
         if self.partition is None:
             return freeze(np.zeros(self.num_workers, np.bool_))
         return freeze(self.partition.sizes >= SMALLEST_REDUCED)
@@ -192,7 +192,7 @@ class Round:
         return tuple(members for members in self.groups() or () if self.reduces[members[0]])
 
     def messages(self) -> Messages:
-        """Return the messages that are no part of an all-reduce."""
+        """Return the point-to-point messages, those outside of all-reduces."""
         workers = np.flatnonzero(~self.reduces)
         if not len(workers):
             return Messages(workers, workers)
@@ -216,10 +216,10 @@ class Round:
 
     @cached_property
     def digest(self) -> str:
-        """A short hash of the weights, the same in every process, to compare rounds by.
+        """A short hash of the weights, equal in every process, for comparing rounds across ranks.
 
-        Of the groups where there are some, otherwise of the weights to twelve decimals: two ways
-        to compute 1/3 make one round.
+        It hashes the groups where there are any, otherwise the weights rounded to twelve decimals,
+        so that two ways to compute 1/3 give the same digest.
         """
         if self.partition is not None:
             parts = (self.partition.labels,)
@@ -235,7 +235,8 @@ class Round:
         return int(self.digest[:15], 16)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Arrays do not stay read-only through a pickle or a copy; a new round freezes them again.
+        # Pickling and copying drop numpy's read-only flag, and a Round is hashable: rebuild it, so
+        # that its arrays are read-only in the copy too.
         if isinstance(self._form, Partition):
             return Round.within, (self._form,)
         return Round.unchecked, (self._form.weights,)
@@ -251,6 +252,6 @@ class Round:
 
 
 def digest_of(rounds: Iterable[Round]) -> str:
-    """Return a short hash of rounds in their order, the same in every process."""
+    """Return a short hash of a sequence of rounds, equal in every process."""
     digests = "".join(round.digest for round in rounds)
     return hashlib.blake2b(digests.encode(), digest_size=16).hexdigest()

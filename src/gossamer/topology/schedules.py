@@ -1,11 +1,12 @@
 """Schedules: which round is used at which step.
 
 A schedule is a number of workers, a period and a function from the step to a Round. Rounds are
-built when asked for and the last few are kept, so that a schedule with a thousand rounds costs
-nothing until it runs. Every worker builds the same schedule from the same arguments.
+built lazily and cached, so that a schedule with a thousand rounds costs nothing until it runs. Each
+rank builds its own: the same arguments must give the same rounds, or ranks wait for messages that
+were never sent.
 
 With one peer j a worker averages, x_i ← (x_i + x_j)/2, but for EquiTopo; in a group of g every
-member weighs 1/g. Who has no partner rests: x_i ← x_i.
+member has weight 1/g. A worker without a peer is idle: x_i ← x_i.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from gossamer.topology.weights import group_average, nobody
 _ROUNDS_KEPT = 64
 
 MAX_EVERY = 2**14
-"""Steps from one exchange to the next: who looks for the exact average goes through a period."""
+"""Bounds the period, which ``rounds_to_consensus`` walks through."""
 
 
 MAX_FRAGMENTS = 1024
@@ -53,8 +54,8 @@ class Schedule:
         period: the number of steps after which rounds repeat, or None where they never do.
         build: returns the round of a step in 0..period − 1 (of any step where period is None).
         name: what reports call it; ``parse`` sets it to a string that parses to the same schedule.
-        counts: what its rounds follow each other by where not every step has an exchange: the
-            ``"exchanges"`` that were made, or for a schedule of training time the ``"steps"``.
+        counts: what advances the schedule where not every step exchanges: the ``"exchanges"`` made
+            so far, or for a schedule of training time, such as Ada, the ``"steps"``.
     """
 
     num_workers: int
@@ -97,7 +98,7 @@ def static(round: Round) -> Schedule:
 
 
 def cycle(rounds: Sequence[Round]) -> Schedule:
-    """The given rounds, one after the other, again and again."""
+    """The given rounds in turn, repeated."""
     kept = tuple(rounds)
     sizes = sorted({r.num_workers for r in kept})
     if len(sizes) != 1:
@@ -109,28 +110,29 @@ def cycle(rounds: Sequence[Round]) -> Schedule:
 
 
 def spaced(schedule: Schedule, every: int) -> Schedule:
-    """The rounds of a schedule at every so many steps, and local steps in between.
+    """The rounds of a schedule at one step in ``every``, with local steps in between.
 
     W_t is the identity unless t + 1 is a multiple of ``every``. A schedule that counts exchanges
-    goes on where it was; by the step, one-peer exponential on 16 workers would use one of its four
-    matchings for ever at every = 4. On the complete graph this is local SGD.
+    uses its next round at each of them; indexed by the step, one-peer exponential on 16 workers
+    would use the same one of its four rounds for ever at every = 4. On the complete graph this is
+    local SGD.
 
     Args:
-        schedule: any.
+        schedule: any schedule.
         every: steps from one exchange to the next; 1 is the schedule itself.
     """
     if type(every) is not int or not 1 <= every <= MAX_EVERY:
         raise UserError(
-            f"every must be a whole number of steps from 1 to {MAX_EVERY:,}, got {quoted(every)}; "
+            f"every must be an integer from 1 to {MAX_EVERY:,} steps, got {quoted(every)}; "
             "1 exchanges at every step"
         )
     if every == 1:
         return schedule
-    alone = nobody(schedule.num_workers)
+    local = nobody(schedule.num_workers)
 
     def build(step: int) -> Round:
         if (step + 1) % every:
-            return alone
+            return local
         return schedule.round(step // every if schedule.counts == "exchanges" else step)
 
     period = schedule.period
@@ -141,18 +143,18 @@ def spaced(schedule: Schedule, every: int) -> Schedule:
 
 
 def in_turns(schedule: Schedule, fragments: int) -> Schedule:
-    """The rounds of a schedule where each exchange is of one fragment of the parameters, in turn.
+    """The rounds of a schedule where each exchange sends one fragment of the parameters, in turn.
 
-    Every fragment goes through the rounds by the exchanges that it has made itself: each round
-    comes once for every fragment. A schedule of training time stays as it is.
+    Each fragment advances the schedule by its own exchanges, so that each round is used once per
+    fragment. A schedule of training time is returned unchanged.
 
     Args:
-        schedule: any.
+        schedule: any schedule.
         fragments: how many; 1 is the schedule itself.
     """
     if type(fragments) is not int or not 1 <= fragments <= MAX_FRAGMENTS:
         raise UserError(
-            f"fragments must be a whole number from 1 to {MAX_FRAGMENTS:,}, got "
+            f"fragments must be an integer from 1 to {MAX_FRAGMENTS:,}, got "
             f"{quoted(fragments)}; 1 exchanges all parameters at once"
         )
     if fragments == 1 or schedule.counts == "steps":
@@ -165,12 +167,12 @@ def in_turns(schedule: Schedule, fragments: int) -> Schedule:
 
 
 def one_peer_ring(num_workers: int) -> Schedule:
-    """Alternating pairs on a ring: (0,1)(2,3)…, then (1,2)(3,4)…; an odd ring rests one in turn."""
+    """Alternating pairs on a ring: (0,1)(2,3)…, then (1,2)(3,4)…; on an odd ring one is idle."""
     check_workers(num_workers)
 
     def build(step: int) -> Round:
-        # Pair number of each worker when pairing starts at worker `step`. On an odd ring the last
-        # worker has no partner left; its pair has one member.
+        # Index of each worker's pair when pairing starts at worker `step`. On an odd ring the last
+        # worker is left without a peer; its pair has one member.
         return group_average((np.arange(num_workers) - step) % num_workers // 2)
 
     return Schedule(num_workers, 2 if num_workers % 2 == 0 else num_workers, build)
@@ -181,13 +183,13 @@ def one_peer_exponential(num_workers: int, pairs: bool = False) -> Schedule:
 
     Args:
         num_workers: any number for the directed form, a power of two for pairs.
-        pairs: exchange with one partner in place of sending to one and receiving from another.
-            The same rounds as ``one_peer_hypercube``.
+        pairs: exchange with one peer, instead of sending to one and receiving from another. Gives
+            the same rounds as ``one_peer_hypercube``.
     """
     check_workers(num_workers)
     if pairs:
         return one_peer_hypercube(num_workers)
-    distances = powers_of_two_below(max(2, num_workers))  # alone, a worker is its own peer
+    distances = powers_of_two_below(max(2, num_workers))  # one worker is its own peer
     workers = np.arange(num_workers)
 
     def build(step: int) -> Round:
@@ -197,7 +199,7 @@ def one_peer_exponential(num_workers: int, pairs: bool = False) -> Schedule:
 
 
 def one_peer_hypercube(num_workers: int) -> Schedule:
-    """Step t: pairs that differ in bit t of their number; the exact average after log2 n steps."""
+    """Step t: pairs that differ in bit t of their index; the exact average after log2 n steps."""
     num_bits = log2_of(num_workers, "one_peer_hypercube", "one_peer_exponential")
 
     def build(step: int) -> Round:
@@ -207,7 +209,7 @@ def one_peer_hypercube(num_workers: int) -> Schedule:
 
 
 def random_matching(num_workers: int, seed: int = 0) -> Schedule:
-    """A new random pairing at every step; with an odd number of workers one rests."""
+    """A new random pairing at every step; with an odd number of workers one is idle."""
     check_workers(num_workers)
     check_seed(seed)
 
@@ -259,7 +261,7 @@ def aer_on_nodes(node_of: Sequence[int]) -> Schedule:
         level, second = divmod(step, 2)
         bit = 1 << level
         first_of_pair = nodes & ~bit
-        # Number the pairs 1, 2, … by their first node: squeeze the paired bit out of its number.
+        # Number the pairs 1, 2, … by their first node: squeeze the paired bit out of its index.
         number = (first_of_pair >> (level + 1) << level) + (first_of_pair & (bit - 1)) + 1
         across = number % 2 == 1 - second
         return group_average(np.where(across, first_of_pair, nodes))
@@ -298,7 +300,7 @@ def ou_equidyn(num_workers: int, eta: float = 0.5, seed: int = 0) -> Schedule:
     """EquiTopo, undirected: at every step pairs at one random distance u exchange.
 
     The weights of ``od_equidyn``. Pairs (i, i + u) are formed greedily from a random worker on;
-    those left over rest.
+    workers left without a peer are idle.
     """
 
     def peers(distance: int, rng: np.random.Generator) -> IntArray:
@@ -361,7 +363,7 @@ def _equidyn(
 
 
 def _keep_and_take(peers: IntArray, share: float) -> Round:
-    """Worker i keeps 1 − share and takes the share from peers[i] (mod n); from itself, it keeps."""
+    """Worker i has weight 1 − share on itself and share on peers[i] (mod n), which may be i."""
     num_workers = len(peers)
     workers = np.arange(num_workers)
     weights = np.repeat([1 - share, share], num_workers)
@@ -370,13 +372,13 @@ def _keep_and_take(peers: IntArray, share: float) -> Round:
 
 
 def _pair_at(num_workers: int, distance: int, start: int) -> IntArray:
-    """Partner of every worker when (i, i + distance) are paired greedily from `start` on."""
-    partner = np.arange(num_workers)
+    """Peer of every worker when (i, i + distance) are paired greedily from `start` on."""
+    peer = np.arange(num_workers)
     for worker in (np.arange(start, start + num_workers) % num_workers).tolist():
         other = (worker + distance) % num_workers
-        if partner[worker] == worker and partner[other] == other:
-            partner[worker], partner[other] = other, worker
-    return partner
+        if peer[worker] == worker and peer[other] == other:
+            peer[worker], peer[other] = other, worker
+    return peer
 
 
 def _positive(value: int, what: str, name: str) -> None:
@@ -385,11 +387,11 @@ def _positive(value: int, what: str, name: str) -> None:
 
 
 def _check_nodes(node_of: Sequence[int]) -> IntArray:
-    """Return the node of each worker: 0..M − 1, M a power of two, all of one size."""
+    """Return the node of each worker, checked: 0..M − 1, M a power of two, all of one size."""
     nodes = np.asarray(node_of)
     if nodes.ndim != 1 or nodes.size == 0 or nodes.dtype.kind not in "iu" or nodes.min() < 0:
         raise UserError(
-            f"aer needs a node number for each worker, got {node_of!r}; number nodes from 0"
+            f"aer needs a node index for each worker, got {node_of!r}; number nodes from 0"
         )
     sizes = np.bincount(nodes)
     if len(set(sizes.tolist())) != 1:

@@ -1,9 +1,9 @@
-"""How fast a topology brings workers together.
+"""How fast a topology reaches consensus.
 
 A doubly stochastic round conserves the mean of the workers; everything here is about the rest, the
 deviation W − J with J = 11ᵀ/n. Dense eigenvalues would be slow at a thousand workers, so each
-question is answered by the cheapest structure there is: the Fourier transform where rounds are
-circulant, Lanczos where they are large and sparse, random starts where only a decay is asked for.
+quantity uses the cheapest structure available: the Fourier transform where rounds are circulant,
+Lanczos where they are large and sparse, random starts for the decay.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _DENSE_BELOW = 1100
 """Up to this many workers dense linear algebra takes a fraction of a second and never fails."""
 
 _NUM_STARTS = 64
-"""Random starts that stand for all of them above that number."""
+"""Random starts that estimate the expectation above that number of workers."""
 
 _MOST_MIXED = 2**23
-"""Workers times rounds, in which the exact average is looked for: seconds."""
+"""Budget of ``rounds_to_consensus`` in workers times rounds: a few seconds."""
 
 _EXACT = 1e-10
 """A product of rounds that is this close to J is J, up to rounding."""
@@ -74,10 +74,10 @@ def smallest_eigenvalue(round: Round) -> float:
 
 
 def contraction(schedule: Schedule, steps: int | None = None) -> float:
-    """Return ‖W_T … W_1 − J‖₂: what is left of the worst consensus error after T rounds.
+    """Return ‖W_T … W_1 − J‖₂: the factor of the worst-case consensus error after T rounds.
 
-    T is the period, or ``window(schedule)`` where there is none; ``steps`` asks for another number.
-    What is below 1e-10 may be returned as 0.
+    T is ``steps``, by default the period, or ``window(schedule)`` where there is none. Values below
+    1e-10 may be returned as 0.
     """
     num_rounds = steps if steps is not None else schedule.period or window(schedule)
     if num_rounds < 1:
@@ -86,7 +86,7 @@ def contraction(schedule: Schedule, steps: int | None = None) -> float:
 
 
 def mixing_rate(schedule: Schedule) -> float:
-    """Return the p that a static round would need to contract as much per round.
+    """Return the p of a static round with the same contraction per round.
 
     p = 1 − ‖W_T … W_1 − J‖₂^{2/T} over T = ``window(schedule)`` rounds; of one round it is
     ``mixing_parameter``.
@@ -96,21 +96,21 @@ def mixing_rate(schedule: Schedule) -> float:
 
 
 def window(schedule: Schedule) -> int:
-    """Return how many rounds stand for a schedule: its period, but at most 3 per bit of n.
+    """Return over how many rounds a schedule is measured: its period, at most 3 per bit of n.
 
-    Enough to mix, and too few for the error of a good topology to drown in rounding.
+    Enough to mix, and few enough that the error of a good topology stays above rounding.
     """
     limit = 3 * int(schedule.num_workers).bit_length()
     return min(schedule.period or limit, limit)
 
 
 def rounds_to_consensus(schedule: Schedule) -> int | None:
-    """Return the least T with W_T … W_1 = J: rounds, from step 0, until every start is at its mean.
+    """Return the least T with W_T … W_1 = J: rounds from step 0 until all workers have their mean.
 
-    None means asymptotic: the error shrinks for ever. Exact means that one round takes it to the
-    level of rounding. It is looked for within two periods, at least 64 rounds, and while the error
-    is above 1e-9 of its start: what comes later cannot be told from rounding. Of many workers at
-    most 2²³/n rounds, but 64, are mixed; those in which nobody talks do not count.
+    None means asymptotic: the error only shrinks. Exact means that one round takes it down to
+    rounding. The search covers two periods, at least 64 rounds, and stops when the error is below
+    1e-9 of its start, where the two cannot be told apart. With many workers it mixes at most
+    max(64, 2²³/n) rounds; local steps do not count.
     """
     _check_mean([schedule.round(step) for step in range(window(schedule))])
     state = _random_starts(schedule.num_workers, num_starts=4)
@@ -138,7 +138,7 @@ def consensus_decay(schedule: Schedule, steps: int) -> FloatArray:
     """Return E_t / E_0 for t = 1..steps, with E the expected squared distance to the workers' mean.
 
     From a random start it is (‖W_t … W_1‖_F² − 1) / (n − 1) for doubly stochastic rounds; above
-    1100 workers the average over 64 seeded random starts in its place.
+    1100 workers it is estimated by 64 seeded random starts.
     """
     num_workers = schedule.num_workers
     if num_workers == 1:
@@ -181,7 +181,7 @@ def _deviation(rounds: Sequence[Round]) -> float:
     """Return ‖W_T … W_1 − J‖₂ of the rounds, first to last."""
     _check_mean(rounds)
     num_workers = rounds[0].num_workers
-    # The exact average leaves nothing, whatever comes before it, and after it nothing comes back.
+    # A product with J in it is J: doubly stochastic rounds before and after it change nothing.
     if any(round.averages_all for round in rounds):
         return 0.0
     shifts = [round.shifts for round in rounds if round.shifts is not None]
@@ -196,7 +196,7 @@ def _deviation(rounds: Sequence[Round]) -> float:
 
 
 def _circulant_deviation(shifts: Sequence[Shifts], num_workers: int) -> float:
-    """Circulant matrices share the Fourier basis: eigenvalues multiply. The first is the mean's."""
+    """Circulant matrices share the Fourier basis: eigenvalues multiply; index 0 is the mean's."""
     moduli = np.abs(_circulant_eigenvalues(shifts, num_workers))[:, 1:]
     moduli[moduli < 1e-12] = 0.0  # rounding error of an eigenvalue that is zero
     return float(moduli.prod(axis=0).max())
@@ -234,8 +234,8 @@ def _lanczos(factors: Sequence[Sparse]) -> float:
     try:
         largest = eigsh(operator, k=1, v0=start, maxiter=100, return_eigenvectors=False)[0]
     except ArpackNoConvergence:
-        # A long thin graph: eigenvalues crowd below 1, and few links cross any cut. Inverting
-        # next to 1 spreads them out, and costs little on such a graph. 1 itself is the mean's.
+        # A long thin graph: eigenvalues cluster below 1, and few links cross any cut. Shift-invert
+        # near 1 separates them, and factors cheaply on such a graph. 1 itself is the mean's.
         product = reduce(lambda state, factor: factor @ state, factors)
         gram = (product.T @ product).tocsc()
         largest = eigsh(gram, k=2, sigma=1 + 1e-6, v0=start, return_eigenvectors=False).min()

@@ -1,4 +1,4 @@
-"""The facts of a schedule that one compares topologies by."""
+"""The properties of a schedule by which topologies are compared."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gossamer.topology.spectrum import mixing_rate, rounds_to_consensus, window
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Summary:
-    """What a schedule costs and what it achieves, over its period or a window of its rounds."""
+    """Cost and mixing speed of a schedule, over its period or a window of its rounds."""
 
     name: str
     num_workers: int
@@ -39,7 +39,7 @@ class Summary:
 
 
 def summarize(schedule: Schedule) -> Summary:
-    """Return the facts of a schedule."""
+    """Return the cost and the mixing speed of a schedule."""
     rounds = [schedule.round(step) for step in range(window(schedule))]
     conserved = all(round.conserves_mean for round in rounds)
     return Summary(

@@ -1,4 +1,4 @@
-"""Weight rules: from who hears whom to a Round.
+"""Weight rules: from an adjacency matrix to a Round.
 
 A rule takes an adjacency matrix (1.0 at [i, j] where worker i receives from j, nothing on the
 diagonal) and returns a Round. Graphs take a rule as an argument, so every rule serves every graph.
@@ -28,8 +28,8 @@ class WeightRule(Protocol):
 def uniform(adjacency: Sparse) -> Round:
     """W_ij = 1 / (k_i + 1) on itself and on each of the k_i workers that i receives from.
 
-    Conserves the mean on regular graphs; asking for it on another one declares a round that
-    does not.
+    Conserves the mean on regular graphs only; on others the round is declared not doubly
+    stochastic.
     """
     hears = csr_array(adjacency + eye_array(adjacency.shape[0]))
     weights = csr_array(diags_array(1.0 / hears.sum(axis=1)) @ hears)
@@ -56,17 +56,17 @@ def by_degree(adjacency: Sparse) -> Round:
 
 
 def group_average(labels: IntArray) -> Round:
-    """Workers with the same label average with each other: 1/g on every member of a group of g."""
+    """Workers with the same label average: weight 1/g on every member of a group of g."""
     return Round.within(Partition(labels))
 
 
 def nobody(num_workers: int) -> Round:
-    """The round of a local step: every worker keeps what it has."""
+    """The identity, the round of a local step: every worker keeps its parameters."""
     return group_average(np.arange(num_workers))
 
 
 def damped(round: Round, gamma: float) -> Round:
-    """Return γW + (1 − γ)I: every worker moves the share γ of the way that the round would move it.
+    """Return γW + (1 − γ)I: every worker moves the fraction γ of the way W would move it.
 
     >>> from gossamer.topology import complete
     >>> damped(complete(2), 0.5).matrix().toarray().tolist()
@@ -80,10 +80,10 @@ def damped(round: Round, gamma: float) -> Round:
 
 
 def pushed(round: Round) -> Round:
-    """Return the round in which each worker shares out all that it has, as push-sum asks for.
+    """Return the column-stochastic round on the same graph, which push-sum needs.
 
     P_ji = 1 / (k_i + 1) for i itself and each of the k_i workers that it sends to: columns sum to
-    one. A round whose columns do so already is returned as it is.
+    one, so the sum over workers is conserved. A round that has this already is returned unchanged.
 
     >>> from gossamer.topology import from_matrix
     >>> one_way = from_matrix([[1.0, 0.0], [0.5, 0.5]], doubly_stochastic=False)
@@ -99,6 +99,6 @@ def pushed(round: Round) -> Round:
 
 
 def _is_regular(adjacency: Sparse) -> bool:
-    """Whether every worker hears, and is heard by, the same number of others."""
+    """Whether every worker has the same number of senders and of receivers."""
     degrees = np.concatenate([adjacency.sum(axis=0), adjacency.sum(axis=1)])
     return bool(np.all(degrees == degrees[0]))
