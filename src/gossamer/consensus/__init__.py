@@ -1,7 +1,7 @@
-"""How far apart workers are, and what to do about it. Pure: both engines feed the same objects.
+"""Consensus distance, and its control. Pure: both engines use the same objects.
 
 Measuring: ``distance`` is Ξ, exactly and by a sketch; ``dispersion`` is what DBench reports of
-norms; ``critical`` says how far apart workers may be at no cost; ``outliers`` who is far outside.
+norms; ``critical`` says how far apart workers may be at no cost; ``outliers`` finds diverged ones.
 
 Controlling, each module on top of those before it:
 

@@ -1,4 +1,4 @@
-"""Targets and policies by name, and what acts on a target that comes without a policy."""
+"""Targets and policies by name, and the default policy of a target."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ _DEFAULTS: dict[str, Callable[[Target], Policy]] = {"awc": AdaConsensus, "atc": 
 def bind(control: Policy | Target, schedule: Schedule, order: str) -> Controller[Any]:
     """Return the controller of a policy or a target, on a schedule, under an order.
 
-    A target by itself is acted on by ``Repeat`` under atc and by ``AdaConsensus`` under awc.
+    The default policy of a target is ``Repeat`` under atc and ``AdaConsensus`` under awc.
     """
     policy = control if isinstance(control, Policy) else _DEFAULTS[order](control)
     return policy.bind(schedule, order)

@@ -1,15 +1,15 @@
-"""Controllers: how workers mix at each step, decided from what they see.
+"""Controllers: how workers mix at each step, decided from observations.
 
     decide: (observation, state) → (decision, state)
 
 A decision is a tuple of Rounds to mix with, in this order: q of them under atc, which may repeat;
-one under awc, whose exchange hides behind the gradient. A controller is pure, and every rank feeds
-it the same reduced bits, so all ranks decide the same; engines compare digests of decisions. As
-sketches are linear, W times the sketches tell the distance after any round: nothing is tried out on
-parameters.
+one under awc, whose exchange overlaps with the gradient. A controller is pure, and every rank feeds
+it bit-identical observations, so all ranks decide the same without a further collective; a
+controller that reads a clock or an unseeded generator would make ranks wait for each other in vain,
+so engines compare digests of decisions. As sketches are linear, W times the sketches give the
+distance after any round before anything is sent.
 
-A controller owns its state: it makes it, updates it, saves and loads it. Engines carry the state
-from one call to the next and never look inside.
+A controller owns its state: it creates, updates, saves and loads it. To engines it is opaque.
 """
 
 # n: workers, m: floats in a sketch
@@ -38,13 +38,13 @@ from gossamer.topology.arrays import FloatArray
 from gossamer.topology.round import digest_of
 
 State = TypeVar("State")
-"""Whatever a controller remembers."""
+"""A controller's state, of any type."""
 
 
 @final
 @dataclass(frozen=True)
 class Decision:
-    """How to mix at one step."""
+    """The rounds of one step, and what they are expected to achieve."""
 
     rounds: tuple[Round, ...]
     """Mix with these, in this order."""
@@ -53,7 +53,7 @@ class Decision:
     """The estimate of Ξ after them; NaN where nothing was observed."""
 
     target: float
-    """What it was to stay under."""
+    """The target that it should stay under."""
 
     @property
     def digest(self) -> str:
@@ -66,15 +66,18 @@ class Controller(Protocol[State]):
     """Decides how workers mix at each step; made by a policy's ``bind``."""
 
     def start(self, step: int) -> State:
-        """Return the state before a step that is the first one it decides."""
+        """Return the initial state, before the first step that it decides."""
         ...
 
     def needs(self, step: int, state: State) -> Needs:
-        """Return what is to be observed for a step; the learning rate always is."""
+        """Return what must be observed for a step; the learning rate always is."""
         ...
 
     def decide(self, seen: Observation, state: State) -> tuple[Decision, State]:
-        """Return how to mix at a step, and the state after it; the one given stays as it is."""
+        """Return how to mix at a step, and the next state; must not modify the one given.
+
+        Engines decide again from the old state when a checkpoint is loaded.
+        """
         ...
 
     def save(self, state: State) -> dict[str, Any]:
@@ -91,15 +94,15 @@ class Controller(Protocol[State]):
 
 @runtime_checkable
 class Policy(Protocol):
-    """What is done about the distance between workers.
+    """How to keep workers within a target distance.
 
-    Its ``repr`` is its name: where ranks compare what they were given, and in saved states. So it
-    says all settings, as a dataclass's does. One that mixes when the schedule does, and only then,
-    may have an attribute ``follows_schedule = True``: it is then allowed beside ``every``.
+    Its ``repr`` identifies it, in the handshake and in saved states, so it must include all
+    settings, as a dataclass's does. One that mixes when the schedule does, and only then, may have
+    an attribute ``follows_schedule = True``: it is then allowed together with ``every``.
     """
 
     def bind(self, schedule: Schedule, order: str) -> Controller[Any]:
-        """Return the controller for a schedule and an order; refuse what cannot act there."""
+        """Return the controller for a schedule and an order; raise where it cannot act on them."""
         ...
 
 
@@ -111,11 +114,11 @@ which nothing is observed. The target is ``PLAIN`` or a distance; ``EXACT`` asks
 @final
 @dataclass(frozen=True)
 class TargetState:
-    """What a controller with a target remembers."""
+    """The state of a controller with a target."""
 
     memory: PhaseMemory
     held: int = 0
-    """What was chosen last, for steps at which nothing is observed."""
+    """The last choice, which steps without an observation repeat."""
 
 
 @final
@@ -124,7 +127,7 @@ class TargetController:
 
     Args:
         target: how far apart workers may be.
-        choose: what to do about it.
+        choose: the policy's choice of rounds.
         schedule: what plain gossip mixes with.
         interval: steps between observations.
     """
@@ -136,14 +139,14 @@ class TargetController:
         self._choose = choose
         self._schedule = schedule
         self._interval = interval
-        self.start(0)  # refuses what a target cannot do on this schedule
+        self.start(0)  # raises where the target cannot work on this schedule
 
     @cached_property
     def _exact(self) -> Round:
         return complete(self._schedule.num_workers)
 
     def start(self, step: int) -> TargetState:
-        """Return the state before a step that is the first one it decides."""
+        """Return the initial state, before the first step that it decides."""
         return TargetState(self._target.remember(self._schedule, step))
 
     def needs(self, step: int, state: TargetState) -> Needs:
@@ -151,9 +154,9 @@ class TargetController:
         return self._target.needs(state.memory) if step % self._interval == 0 else Needs()
 
     def decide(self, seen: Observation, state: TargetState) -> tuple[Decision, TargetState]:
-        """Return how to mix at this step, and what to remember."""
+        """Return how to mix at this step, and the next state."""
         if seen.sketches is not None and not np.isfinite(seen.sketches).all():
-            seen = replace(seen, sketches=None)  # they overflowed, and tell nothing
+            seen = replace(seen, sketches=None)  # overflowed: they give no distance
         memory = state.memory.observed(seen)
         target = self._target.value(seen, memory)
         if target == EXACT:

@@ -1,9 +1,9 @@
 """The critical consensus distance Γ: how far apart workers may be at no cost in convergence.
 
 Γ² = η σ²/(L n) + ‖∇f(x̄)‖²/(8 L²). Workers within Γ of each other converge as fast as with exact
-averages, in theory; so Ξ/Γ is the share of a budget in use. σ², ‖∇f‖ and L are estimated while
-training, from sketches of gradients and of the points they were taken at, as a pure update of a
-small state.
+averages, in theory; so Ξ/Γ is the fraction of that budget in use. σ², ‖∇f‖ and L are estimated
+online, from sketches of gradients and of the points they were taken at, as a pure update of a small
+state.
 
 The estimate of L is the curvature along the path, which is at most the L of the theorem, and the
 theorem is about SGD: read Γ as an order of magnitude, with the interval that comes with it.
@@ -53,14 +53,14 @@ def critical_distance(
 @final
 @dataclass(frozen=True, slots=True)
 class Smoothed:
-    """An exponential average, and how well it is known.
+    """An exponential moving average with bias correction, and its standard error.
 
     With each value v, weight ← d·weight + (1 − d) and total ← d·total + (1 − d)·v; the mean is
-    their ratio, so that the start, which is zero, does not count.
+    their ratio, which corrects for the start at zero as Adam does.
     """
 
     decay: float = 0.9
-    """Weight that a new value leaves to what was there: 0.9 looks back about 10 values."""
+    """Decay d of the old average at each new value: 0.9 averages about 10 values."""
 
     weight: float = 0.0
     total: float = 0.0
@@ -88,7 +88,7 @@ class Smoothed:
 
     @property
     def share(self) -> float:
-        """One over the number of independent values that the average is worth."""
+        """One over the effective number of independent values in the average."""
         if not self.weight:
             return math.inf
         # Σ w²/(Σ w)² of weights (1 − d)dⁱ, with dᵏ = 1 − weight after k values.
@@ -101,7 +101,7 @@ class Smoothed:
 
 
 class Critical(NamedTuple):
-    """An estimate of Γ, and what it is made of."""
+    """An estimate of Γ, its interval, and the estimates it is computed from."""
 
     distance: float
     low: float
@@ -118,17 +118,17 @@ class Critical(NamedTuple):
 @final
 @dataclass(frozen=True, slots=True)
 class CriticalState:
-    """What the online estimate of Γ remembers.
+    """The state of the online estimate of Γ.
 
-    With g the gradients of n workers and Δ the change of a mean since the observation before:
+    With g the gradients of n workers and Δ the change of a mean since the previous observation:
 
         σ²       (1/(n − 1)) Σ_i ‖g_i − ḡ‖²
         ‖∇f‖²    ‖ḡ‖² − σ²/n
         L        Σ⟨Δḡ_t, Δx̄_{t−1}⟩ / Σ⟨Δx̄_t, Δx̄_{t−1}⟩
 
     The secant ‖Δḡ‖/‖Δx̄‖ would measure noise: that of ḡ is in both. The displacement one observation
-    earlier knows nothing of the noise in Δḡ, and points the same way where training makes progress.
-    Where it does not, L cannot be told from noise, and the last L that could be is kept.
+    earlier is independent of the noise in Δḡ, and correlated with Δx̄ where training makes progress:
+    an instrumental variable. Where it is not, L is lost in noise and the last good L is kept.
     """
 
     sigma2: Smoothed = Smoothed()
@@ -139,7 +139,7 @@ class CriticalState:
     product: Smoothed = Smoothed(decay=0.98)
     lipschitz: float = 0.0
     lipschitz_error: float = 0.0
-    # - The observation before
+    # - The previous observation
     num_workers: int = 0
     point: tuple[float, ...] = ()
     gradient: tuple[float, ...] = ()
@@ -163,7 +163,7 @@ class CriticalState:
             point=tuple(point.tolist()),
             gradient=tuple(gradient.tolist()),
         )
-        if num_workers != self.num_workers:  # the mean of others is no step of the path
+        if num_workers != self.num_workers:  # other workers have another mean: no step of the path
             return replace(state, displacement=())
         moved = point - np.array(self.point)
         state = replace(state, displacement=tuple(moved.tolist()))

@@ -1,11 +1,10 @@
 """How unequal replicas are: four measures of the spread of a norm over workers.
 
 DBench records the L2 norm of every parameter tensor on every replica just before averaging; these
-are what it reports of them. The last axis of every array is the replicas, so one code serves a
-``[W]`` array of one tensor, ``[T, W]`` of all tensors, and scalars gathered from ranks.
+are the statistics it reports. The last axis of every array is the replicas, so the same code takes
+``[W]`` of one tensor, ``[T, W]`` of all tensors, and scalars gathered from ranks.
 
-Norms are non-negative. Where all are zero nothing is unequal, and every measure is 0; so it is for
-one worker.
+Norms are non-negative. Where all are zero, and for one worker, every measure is 0.
 
 Reference: Xie et al., Scaling up data parallelism (https://arxiv.org/abs/2509.12213).
 """
@@ -50,7 +49,7 @@ def dispersion(norms: npt.ArrayLike) -> Dispersion:
 def tensor_norms(tensors: Sequence[Tensor]) -> FloatArray:
     """Return the L2 norms ``[T, W]`` of stacked tensors ``[W, ...]``, in double precision.
 
-    A rank passes ``tensor.unsqueeze(0)`` and gathers; the simulator passes what it has.
+    A rank passes ``tensor.unsqueeze(0)`` and gathers; the simulator passes its stacked tensors.
     """
     with torch.no_grad():
         norms = [
@@ -77,7 +76,7 @@ def gini(norms: npt.ArrayLike) -> FloatArray:
     """
     a = np.sort(_checked(norms), axis=-1)
     n = a.shape[-1]
-    # Differences to the smallest: rounding of large equal norms must not look like inequality.
+    # Relative to the smallest: rounding of large equal norms must not count as inequality.
     spread = (a - a[..., :1]) @ (2.0 * np.arange(1, n + 1) - n - 1)
     return _ratio(spread, n**2 * a.mean(axis=-1))
 
@@ -116,18 +115,18 @@ def _checked(norms: npt.ArrayLike) -> FloatArray:
     a = np.asarray(norms, dtype=np.float64)
     if a.ndim == 0 or a.shape[-1] == 0:
         raise UserError(
-            f"dispersion is over at least one worker, the last axis, got shape {a.shape}; "
+            f"dispersion needs at least one worker in the last axis, got shape {a.shape}; "
             "give an array [..., workers]"
         )
     if np.any(a < 0):
         raise UserError(
-            f"dispersion is of norms, which are not negative, got {a.min()}; "
+            f"dispersion needs norms, which are not negative, got {a.min()}; "
             "pass the L2 norm of each tensor on each replica"
         )
     return a
 
 
 def _ratio(part: FloatArray, whole: FloatArray) -> FloatArray:
-    """Return part / whole, and 0 where the whole is 0; NaN stays NaN."""
+    """Return part / whole, and 0 where the denominator is 0; NaN stays NaN."""
     part, whole = np.asarray(part), np.asarray(whole)
     return np.divide(part, whole, out=np.zeros_like(part), where=whole != 0)

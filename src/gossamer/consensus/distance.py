@@ -1,10 +1,10 @@
-"""How far workers are from their mean: exactly, from one exchange, and from a sketch.
+"""The consensus distance Ξ: exact, bounded from one exchange, and estimated from a sketch.
 
-Ξ² = (1/n) Σ_i ‖x_i − x̄‖². Exactly, it takes all parameters in one place. Θ² = (1/n) Σ_i ‖(Wx)_i −
-x_i‖² takes one exchange and bounds Ξ. A sketch is a random linear map to a few hundred floats that
-keeps lengths: sketches of all workers fit in one small message, and as the map is linear, W times
-the sketches are the sketches after a round W. Who has them can tell Ξ after any rounds without
-touching parameters.
+Ξ² = (1/n) Σ_i ‖x_i − x̄‖². Exactly, it needs all parameters in one place. Θ² = (1/n) Σ_i ‖(Wx)_i −
+x_i‖² needs one exchange and bounds Ξ. A sketch is a random projection to a few hundred floats that
+preserves norms in expectation: one small all-gather shares those of all workers, and as the map is
+linear, W times the sketches are the sketches after a round W, so Ξ after any rounds can be computed
+before anything is sent.
 """
 
 # n, W: workers, N: elements of a tensor, m: floats in a sketch
@@ -26,10 +26,10 @@ from gossamer.topology.arrays import FloatArray
 from gossamer.topology.spectrum import mixing_parameter
 
 _ROWS = 128
-"""Rows of a block of signs: with 509 columns, signs and sums stay in a processor's cache."""
+"""Rows of a block of signs: with 509 columns, signs and sums stay in the processor's cache."""
 
 _BLOCKS_PER_SUM = 64
-"""Blocks that are added up in single precision before the sum goes into a double."""
+"""Blocks accumulated in float32 before the partial sum is added to a float64: bounds rounding."""
 
 
 @torch.no_grad()
@@ -54,19 +54,19 @@ def theta(x_nN: FloatArray, round: Round) -> float:
 
 
 class Bounds(NamedTuple):
-    """Between which values the consensus distance lies."""
+    """An interval that contains the consensus distance."""
 
     low: float
     high: float
 
 
 def bounds(theta: float, round: Round) -> Bounds:
-    """Return Θ/2 ≤ Ξ ≤ Θ/(1 − √(1 − p)), what the move Θ of one round says about Ξ.
+    """Return the bounds Θ/2 ≤ Ξ ≤ Θ/(1 − √(1 − p)) that the displacement Θ of a round implies.
 
     With d the deviation from the mean, Wd − d is at most 2‖d‖ long and at least ‖d‖ − ‖Wd‖; so it
     holds for every round that conserves the mean and has p > 0, symmetric or not.
     """
-    p = mixing_parameter(round)  # refuses a round that does not conserve the mean
+    p = mixing_parameter(round)  # raises where the round does not conserve the mean
     if p <= 1e-12:
         raise UserError(
             f"Θ bounds the distance only where one round brings all workers closer (p > 0), got "
@@ -78,18 +78,18 @@ def bounds(theta: float, round: Round) -> Bounds:
 
 @final
 class Sketch:
-    """A seeded random map from all parameters of a worker to a few floats that keeps lengths.
+    """A seeded random projection of all parameters of a worker to a few floats.
 
     (Sx)_k = Σ s_e x_e over the elements e ≡ k (mod m) of the concatenated tensors, with a random
     sign s_e each, so E‖Sx‖² = ‖x‖² exactly, whatever x. Signs come from one small table of hashed
     bits: each block of elements reads it from an offset and with a sign of its own, hashed from the
-    seed and the number of the block. Nothing as long as the parameters is stored, and how
-    parameters are cut into tensors changes no bit of the result.
+    seed and the block's index. Memory is O(m), not O(parameters), and the result is bit-identical
+    however the parameters are split into tensors.
 
     Args:
         size: floats in a sketch, m. A prime, as the default is, shares no factor with the width of
             a layer: otherwise a column of a weight matrix would fall on few floats.
-        seed: workers that are compared use the same.
+        seed: must be the same on all workers that are compared.
     """
 
     def __init__(self, size: int = 509, seed: int = 0) -> None:
@@ -158,7 +158,7 @@ def sketch_distance(sketches_nm: FloatArray) -> float:
     """Return √((1/n) Σ_i ‖Sx_i − Sx̄‖²), the estimate of Ξ from the sketches of all workers.
 
     Each is compared with the mean sketch: the difference of mean squares, mean‖Sx‖² − ‖Sx̄‖², would
-    cancel to nothing where workers are close.
+    suffer cancellation where workers are close.
     """
     return _root_mean_square(sketches_nm - sketches_nm.mean(axis=0))
 
@@ -167,7 +167,7 @@ def sketch_error(sketches_nm: FloatArray) -> float:
     """Return the relative standard error of ``sketch_distance``, √(1/(2·m·r)).
 
     r = (Σλ)²/Σλ² counts the directions in which workers deviate, from 1 to n − 1, with λ the
-    eigenvalues of the Gram matrix of the deviations. It is read off the sketches.
+    eigenvalues of the Gram matrix of the deviations, both estimated from the sketches.
     """
     deviation_nm = sketches_nm - sketches_nm.mean(axis=0)
     gram_nn = deviation_nm @ deviation_nm.T
@@ -187,7 +187,7 @@ def _precision(tensors: Sequence[Tensor]) -> torch.dtype:
     wrong = [tensor.dtype for tensor in tensors if not tensor.is_floating_point()]
     if wrong:
         raise UserError(
-            f"a sketch is of real floating-point tensors, got {wrong[0]}; leave such tensors out"
+            f"a sketch needs real floating-point tensors, got {wrong[0]}; leave such tensors out"
         )
     double = any(tensor.dtype == torch.float64 for tensor in tensors)
     return torch.float64 if double else torch.float32

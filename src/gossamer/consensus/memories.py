@@ -1,8 +1,8 @@
 """What targets remember between steps.
 
-Memories are frozen: what happens makes a new one. So a decision can be made again from the same
-memory, and all ranks, which see the same, remember the same. Targets that begin with equal memories
-share one: a second ``constant`` does not calibrate again.
+Memories are immutable: each update returns a new one. So a decision can be recomputed from the same
+memory, as when a checkpoint is loaded, and ranks with the same observations have equal memories.
+Targets that begin with equal memories share one: a second ``constant`` reuses the calibration.
 """
 
 # n: workers, m: floats in a sketch
@@ -29,23 +29,22 @@ _SHORTEST_CALIBRATION, _LONGEST_CALIBRATION = 20, 200
 
 @dataclass(frozen=True)
 class Memory:
-    """What a target remembers: a frozen dataclass. This one remembers nothing.
+    """What a target remembers: a frozen dataclass. This base class is empty.
 
     By default fields are saved as they are: numbers, strings, tuples of them, and dataclasses of
-    such fields that are there from the start. A memory of other things has its own ``save`` and
-    ``load``.
+    such fields that are not None at the start. For other fields override ``save`` and ``load``.
     """
 
     def entered(self, step: int) -> Self:
-        """Return it after a new phase of training has begun at a step."""
+        """Return the memory after a new phase of training has begun at a step."""
         return self
 
     def observed(self, seen: Observation) -> Self:
-        """Return it after an observation, before anything is decided from it."""
+        """Return the memory after an observation, before the decision that is based on it."""
         return self
 
     def mixed_plainly(self, seen: Observation, distance: float) -> Self:
-        """Return it after plain gossip has been chosen.
+        """Return the memory after a decision for plain gossip.
 
         Args:
             seen: what was observed.
@@ -54,11 +53,11 @@ class Memory:
         return self
 
     def save(self) -> dict[str, Any]:
-        """Return it as data that checkpoints and JSON can hold."""
+        """Return the memory as data that checkpoints and JSON can hold."""
         return to_data(self)
 
     def load(self, saved: dict[str, Any]) -> Self:
-        """Return the memory that ``save`` described; this one is as at the start."""
+        """Return the memory that ``save`` returned as data; self is the initial memory."""
         return from_data(self, saved)
 
 
@@ -93,7 +92,7 @@ class PlainDistance(Memory):
         return math.sqrt(self.total / self.count)
 
     def entered(self, step: int) -> PlainDistance:
-        """A calibration that was cut short begins anew; one that ended stays."""
+        """An unfinished calibration restarts; a finished one is kept."""
         if self.at(step) is not None:
             return self
         return PlainDistance(
@@ -130,7 +129,7 @@ class GradientNorm(Memory):
 @final
 @dataclass(frozen=True)
 class CriticalDistance(Memory):
-    """What the online estimate of Γ remembers; see ``critical.py``."""
+    """The state of the online estimate of Γ; see ``critical.py``."""
 
     estimate: CriticalState = field(default_factory=CriticalState)
 
@@ -147,7 +146,7 @@ class CriticalDistance(Memory):
 class PhaseMemory(Memory):
     """Which phase of training it is, and what the targets of all phases remember.
 
-    Every member is told everything, whichever target is in force.
+    Every member sees every observation, whichever target is in force.
     """
 
     members: tuple[Memory, ...]
@@ -163,7 +162,7 @@ class PhaseMemory(Memory):
     """Phases begun so far, besides the first."""
 
     lr_before: float = 0.0
-    """The learning rate of the observation before; the last one above zero."""
+    """The learning rate of the previous observation; the last one above zero."""
 
     @staticmethod
     def of(memories: Sequence[Memory], at: tuple[int, ...]) -> PhaseMemory:
@@ -223,9 +222,9 @@ class PhaseMemory(Memory):
 
 
 def _present(seen: Observation) -> tuple[FloatArray | None, FloatArray | None]:
-    """Return gradients and points of the workers that have both; None where gradients tell nothing.
+    """Return gradients and points of the workers that have both; None where no gradient is usable.
 
-    Rows of nothing but NaN are of workers that have no gradient: the others tell enough.
+    A row of NaN is a worker without a gradient: the estimate uses the others.
     """
     gradients_nm, points_nm = seen.gradients, seen.points
     if gradients_nm is None:
@@ -244,9 +243,9 @@ def _present(seen: Observation) -> tuple[FloatArray | None, FloatArray | None]:
 def _calibration(schedule: Schedule) -> int:
     """Return how many plain steps a calibration takes: 4/p, so that the second half is stationary.
 
-    A squared distance forgets its start at the rate p. Graphs so slow that this would be long are
-    measured short of their full distance: the target is then tighter than asked for.
+    A squared distance forgets its start at the rate p. On graphs so slow that this is capped, the
+    measured distance is below the stationary one, and the target tighter than asked for.
     """
-    rate = mixing_rate(schedule)  # refuses a schedule that does not conserve the mean
+    rate = mixing_rate(schedule)  # raises where the schedule does not conserve the mean
     steps = 4 / rate if rate > 0 else math.inf
     return math.ceil(min(max(steps, _SHORTEST_CALIBRATION), _LONGEST_CALIBRATION))

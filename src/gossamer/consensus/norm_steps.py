@@ -1,4 +1,4 @@
-"""At which steps norms are measured: just before workers average, one step in every so many."""
+"""At which steps norms are measured: just before workers average, once per interval."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from gossamer.topology import Schedule
 
 @final
 class NormSteps:
-    """The steps at which norms are measured, one in each interval of so many.
+    """The steps at which norms are measured, one in each interval.
 
     It is the last step of the interval whose parameters the schedule mixes. Most schedules mix at
-    every step, and then it is the last step; with ``every=8`` nobody talks at seven steps of
-    eight, and what replicas differ by just before they average is known at the eighth.
-    An interval in which nobody mixes has none. A controller's decisions are not known beforehand,
-    and have no part in it.
+    every step, and then it is the last step; with ``every=8`` seven steps of eight are local, and
+    DBench wants the replicas just before they average, which is the eighth. An interval of local
+    steps only has none. A controller's decisions are not known in advance, and are ignored here.
 
     Args:
         schedule: the round of every step.
         overlaps: whether an update is mixed with the round of the step after it, and not with its
             own.
-        every: steps of an interval; 0 for no steps at all.
+        every: steps of an interval; 0 measures nothing.
     """
 
     def __init__(self, schedule: Schedule, overlaps: bool, every: int) -> None:
@@ -42,7 +41,7 @@ class NormSteps:
 
     def _last_of(self, first: int) -> int:
         """Return the last step of an interval that is mixed, or -1."""
-        if self._schedule.num_workers == 1:  # it has no one to mix with, ever
+        if self._schedule.num_workers == 1:  # no step is mixed
             return first + self._every - 1
         steps = range(first + self._every - 1, first - 1, -1)
         mixed = (step for step in steps if self._schedule.round(step + self._ahead).degree)

@@ -13,18 +13,18 @@ from gossamer.topology.arrays import FloatArray
 @final
 @dataclass(frozen=True, kw_only=True)
 class Observation:
-    """What all ranks know when they decide how to mix: the same bits on each of them."""
+    """What all ranks know when they decide: bit-identical on each, or decisions would diverge."""
 
     step: int
     """The step whose mixing is decided."""
 
     lr: float
-    """The learning rate of that step. Under awc, of the step before: the round of step t + 1 is
-    decided inside step t, before a scheduler moves."""
+    """The learning rate of that step. Under awc, of the previous step: the round of step t + 1 is
+    decided inside step t, before the scheduler steps."""
 
     sketches: FloatArray | None = None
-    """Sketches [n, m] of what is to be mixed. Under awc, of what was to be mixed a step before: the
-    round is chosen before the step that it mixes has been taken."""
+    """Sketches [n, m] of the parameters to be mixed. Under awc they are one step stale: the round
+    is chosen before the step whose result it mixes."""
 
     gradients: FloatArray | None = None
     """Sketches [n, m] of each worker's gradient; NaN for workers without one."""
@@ -35,7 +35,7 @@ class Observation:
 
 
 class Needs(NamedTuple):
-    """Which parts of an observation are read: nothing else is measured and gathered."""
+    """Which parts of an observation are read; engines measure and gather only these."""
 
     sketches: bool = False
     gradients: bool = False

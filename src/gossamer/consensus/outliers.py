@@ -1,4 +1,4 @@
-"""Workers far outside the distance that the others keep, as sketches know it."""
+"""Workers far outside the usual distance from the others, estimated from sketches."""
 
 # n: workers, m: floats in a sketch
 
@@ -12,14 +12,14 @@ import numpy as np
 from gossamer.topology.arrays import FloatArray
 
 _ABSURD = 100.0
-"""Times the median distance: so far away is no worker that trains as the others do."""
+"""Multiple of the median distance beyond which a worker is reported."""
 
 
 def relative_distances(sketches_nm: FloatArray) -> FloatArray:
-    """Return each worker's distance from the median of all, in medians of these distances, [n].
+    """Return each worker's distance from the median of all, in units of the median distance, [n].
 
-    Medians, because one worker that is far away moves a mean. NaN where a sketch is not finite;
-    zeros where most workers are at one place, or there are two, of whom none is the far one.
+    Medians, because one outlier moves a mean. NaN where a sketch is not finite; zeros where most
+    workers are equal, or there are two, of which neither is the outlier.
 
     >>> relative_distances(np.array([[0.0], [1.0], [2.0], [3.0], [1002.0]])).tolist()
     [2.0, 1.0, 0.0, 1.0, 1000.0]
@@ -39,11 +39,11 @@ def relative_distances(sketches_nm: FloatArray) -> FloatArray:
 
 @final
 class OutlierWatch:
-    """Says once of each worker that it is far outside the distance of the others.
+    """Warns once about each worker that is far outside the distance of the others.
 
     Args:
-        kind: what a worker is called.
-        log: where it is said.
+        kind: what a worker is called, such as "rank".
+        log: where to warn.
     """
 
     def __init__(self, kind: str, log: logging.Logger) -> None:
@@ -52,14 +52,14 @@ class OutlierWatch:
         self._said: set[int] = set()
 
     def look(self, sketches_nm: FloatArray) -> FloatArray:
-        """Return the sketches of all workers' parameters, after a look at them."""
+        """Check the sketches of all workers' parameters, and return them."""
         relative_n = relative_distances(sketches_nm)
         for worker in np.flatnonzero(relative_n > _ABSURD).tolist():
             if worker not in self._said:
                 self._said.add(worker)
                 self._log.warning(
                     "the parameters of %s %d are %.3g times as far from the others as these "
-                    "usually are: look at its learning rate, gradients and data",
+                    "usually are: check its learning rate, gradients and data",
                     self._kind,
                     worker,
                     relative_n[worker],

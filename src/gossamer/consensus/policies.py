@@ -1,7 +1,7 @@
-"""Policies: what can be done about the distance between workers.
+"""Policies: how to keep workers within a target distance.
 
-Each is a frozen value; bound to a schedule and an order it becomes a controller. A new one is one
-class here and one row in ``catalogue.py``.
+Each is an immutable value; bound to a schedule and an order it becomes a controller. A new one is
+one class here and one row in ``catalogue.py``.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from gossamer.topology.arrays import FloatArray
 from gossamer.topology.spectrum import window
 
 _CHEAPER_BELOW = 0.9
-"""Share of the target that a cheaper candidate must come under."""
+"""Hysteresis: the fraction of the target that a cheaper candidate must come under."""
 
 _NOISE = 1e-7
-"""Distances up to this share of the root mean square norm of the sketches meet every target: about
-the rounding of parameters in single precision, which mixing cannot remove."""
+"""Distances below this fraction of the RMS norm of the sketches satisfy every target: about the
+rounding of float32 parameters, which mixing cannot remove."""
 
 
 @final
@@ -62,7 +62,7 @@ class Repeat:
         check_at_least("repeat", "interval", self.interval, 1)
 
     def bind(self, schedule: Schedule, order: str) -> TargetController:
-        """Refuses awc, which mixes once per step."""
+        """Raises under awc, which mixes once per step."""
         if order == "awc":
             raise UserError(
                 "repeat mixes several times per step, got order 'awc', whose one exchange runs "
@@ -80,16 +80,16 @@ class AdaConsensus:
 
     The candidates are the schedule's round, ring lattices that cost more than it and less than the
     complete graph, and the complete graph. The first whose mixed sketches are within the target is
-    taken; to become cheaper again, a candidate must come under nine tenths of the target, so that
-    noise does not make the choice flicker.
+    taken; to return to a cheaper one it must come under nine tenths of the target, a hysteresis
+    that keeps noise from switching back and forth.
 
-    What costs is either bytes or neighbours. The complete graph runs as an all-reduce and sends
-    less than two copies of the model, fewer than any lattice: by bytes, it is the one step up, and
-    the controller decides how often to take it. But everyone then waits for everyone; by degree,
-    the graph becomes denser only as far as needed, as Ada's does.
+    The cost is either bytes or neighbours. The complete graph runs as an all-reduce and sends
+    less than two copies of the model, fewer than any lattice: by bytes, it is the only denser
+    candidate, and the controller decides how often to use it. But it is a global barrier; by
+    degree, the graph becomes denser only as far as needed, as Ada's does.
 
-    Under awc the sketches are a step old. They stand for those of this step: both have had one
-    update since they were mixed.
+    Under awc the sketches are one step stale. They approximate those of this step: both have had
+    one update since they were mixed.
 
     Args:
         target: how far apart workers may be.
@@ -111,7 +111,7 @@ class AdaConsensus:
         check_kind("ada_consensus", "k_max", self.k_max, int)
         if self.by not in _COSTS:
             raise UserError(
-                f"ada_consensus weighs rounds by {' or '.join(_COSTS)}, got {self.by!r}; use one"
+                f"ada_consensus needs by={' or '.join(_COSTS)}, got {self.by!r}; use one of them"
             )
         if self.k_max == 1 or self.k_max < 0:
             raise UserError(
@@ -133,12 +133,12 @@ class AdaConsensus:
 class LocalSteps:
     """Exchange only when workers are further apart than the target (atc and awc).
 
-    Steps in between are local: how many is decided by the distance, where ``every`` fixes it. A
-    schedule that counts exchanges goes on where it was.
+    Steps in between are local: the distance decides how many, where ``every`` fixes it. A schedule
+    that counts exchanges advances by one round per exchange.
 
     Args:
         target: how far apart workers may be before they exchange.
-        most: local steps and the exchange after them, at the most.
+        most: the most steps from one exchange to the next.
     """
 
     target: Target
@@ -158,7 +158,7 @@ class LocalSteps:
 class Gamma:
     """Mix with γW + (1 − γ)I, where γ = (η/η_max)^p from a start step on (atc and awc).
 
-    Keeps the distance from vanishing as the learning rate η decays; η_max is the highest so far.
+    Keeps Ξ from vanishing as the learning rate η decays; η_max is the highest so far.
 
     Reference: Wang, DSGD with adaptive consensus (https://arxiv.org/abs/2602.02899).
 
@@ -238,7 +238,7 @@ def _repeat(
     enough = max(target, _floor(seen.sketches))
     mixed_nm = schedule.round(seen.step).mixed(seen.sketches)
     count, tried, distance = 1, 1, sketch_distance(mixed_nm)
-    # A matching may do nothing by itself: only a whole period without progress is the end of it.
+    # A single matching may leave Ξ as it is: only a full period without progress ends the search.
     while distance > enough and tried < q_max and tried - count < period:
         mixed_nm = schedule.round(seen.step + tried).mixed(mixed_nm)
         tried += 1
@@ -284,7 +284,7 @@ def _wait(
 
 
 def _is_at_rest(seen: Observation, target: float) -> bool:
-    """Whether a target is zero only because the learning rate is: then the last choice stays."""
+    """Whether a target is zero only because the learning rate is: then the last choice is kept."""
     return target == 0 and seen.lr == 0
 
 
@@ -308,7 +308,7 @@ def _denser_than(
     k = 2
     while k <= min(k_max, num_workers - 2):
         candidate = lattice(num_workers, k)
-        if cost(candidate) >= most:  # and so do all that are denser
+        if cost(candidate) >= most:  # so are all denser ones
             break
         if cost(candidate) > least:
             lattices.append(candidate)

@@ -6,10 +6,11 @@ Around step t an engine calls
     before_update(t)   after the gradient      before_update(t)   after the gradient
     rounds(t + 1)      after the update        rounds(t)          after the update
 
-A controller's observations are sketches, which the engine measures: here for all virtual workers at
-once, or on each rank, to be gathered. Under awc the parameters of step t are measured as soon as
-they are there, and gathered while step t computes, so the controller sees them when it decides how
-those of step t + 1 are mixed. Gradients, where a target needs them, are gathered during the update.
+A controller's observations are sketches, which the engine measures: for all virtual workers at
+once, or on each rank, followed by an all-gather. Under awc the parameters of step t are measured as
+soon as they exist, and the all-gather overlaps with step t, so the controller has them when it
+decides how those of step t + 1 are mixed. Gradients, where a target needs them, are gathered during
+the update.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ Gathered: TypeAlias = Callable[[], FloatArray]
 
 
 class Meter(Protocol):
-    """How an engine measures its workers."""
+    """How an engine measures its workers; each ``begin`` returns a function that waits."""
 
     def begin_parameters(self) -> Gathered:
         """Begin to collect sketches of all workers' parameters."""
@@ -57,7 +58,7 @@ class Meter(Protocol):
         """Begin to agree on the learning rate; return the function that waits for it.
 
         Args:
-            about: what must be the same on all workers before they decide with it.
+            about: compared across ranks; must be equal on all of them before they decide.
         """
         ...
 
@@ -67,11 +68,11 @@ class RoundSource(Protocol):
 
     @property
     def decision(self) -> Decision | None:
-        """What a controller decided last."""
+        """The controller's last decision."""
         ...
 
     def before_update(self, step: int) -> None:
-        """Look at gradients, and at the parameters that they were taken at."""
+        """Measure gradients, and the parameters that they were taken at."""
         ...
 
     def rounds(self, step: int) -> tuple[Round, ...]:
@@ -95,7 +96,7 @@ class RoundSource(Protocol):
 
 
 def name_of(control: str | Policy | Target) -> str:
-    """Return a string that is the same wherever a control is.
+    """Return a string that identifies a control, equal for equal settings.
 
     >>> name_of("constant(c=0.5)")
     'Constant(c=0.5)'
@@ -118,7 +119,7 @@ def make_round_source(
     every: int = 1,
     fragments: int = 1,
 ) -> Callable[[Meter], RoundSource]:
-    """Check what an engine is to follow; return the function that makes it, of the engine's meter.
+    """Check the settings; return a function from the engine's meter to its round source.
 
     Args:
         control: a string such as ``"constant(c=0.25)"``, a target or a control.
@@ -126,7 +127,7 @@ def make_round_source(
         algorithm: when a step mixes.
         gossip_steps: how often plain gossip mixes per step; more than once under atc only.
         every: steps from one exchange of the schedule to the next.
-        fragments: of the parameters, of which each exchange is one in turn.
+        fragments: into how many the parameters are split; exchanges send them in turn.
     """
     if gossip_steps < 1:
         raise UserError(
@@ -168,13 +169,13 @@ def make_round_source(
             "a policy's bind must return an object with start, needs, decide, save and load, got "
             f"{controller!r} from {chosen!r}; return a controller"
         )
-    digest_of_data(controller.save(controller.start(0)))  # what fails, fails before ranks connect
+    digest_of_data(controller.save(controller.start(0)))  # fail before ranks connect
     name = f"{name_of(chosen)} on {schedule.name} of {schedule.num_workers} workers"
     return lambda meter: _Controlled(controller, name, overlapped=algorithm.overlaps, meter=meter)
 
 
 def _check_name(control: Policy | Target) -> None:
-    """Refuse what looks the same whatever its settings are: states would be taken for others'."""
+    """Raise on a default repr: the handshake and saved states could not tell settings apart."""
     if type(control).__repr__ is object.__repr__:
         raise PlugInError(
             f"a target or policy must have a repr that says its settings, got {control!r}; make "
@@ -209,7 +210,7 @@ class _Scheduled:
 
 @final
 class _Controlled:
-    """A controller's rounds: it sees what it needs, when its order has it."""
+    """A controller's rounds, with its observations gathered when the order has them."""
 
     def __init__(
         self, controller: Controller[Any], name: str, *, overlapped: bool, meter: Meter
@@ -222,23 +223,23 @@ class _Controlled:
 
     def _restart(self, state: Any, seen: Observation) -> None:
         self.decision: Decision | None = None
-        # - What the last decision was made from, to make it again
+        # - The input of the last decision, from which ``resume`` recomputes it
         self._state = self._state_before = state
         self._seen = seen
-        # - What is being gathered for the next one
+        # - Collectives in flight for the next decision
         self._lr: Callable[[], float] = lambda: 0.0
         self._sketches: Gathered | None = None
         self._gradients: Gathered | None = None
         self._points: Gathered | None = None
 
     def before_update(self, step: int) -> None:
-        # With the rate go the step and the state: ranks in different states would soon wait for
-        # different things.
+        # Compare the step and the state along with the rate: ranks in different states would start
+        # different collectives, and hang.
         digest = digest_of_data(self._controller.save(self._state))
         self._lr = self._meter.begin_lr(f"a decision of {self._name} at {step} in state {digest}")
         needs = self._controller.needs(step + self._overlapped, self._state)
         self._gradients = self._meter.begin_gradients() if needs.gradients else None
-        # Under awc these are the parameters that are mixed, which have been measured.
+        # Under awc gradients were taken at the parameters that are mixed: already measured.
         apart = needs.points and not self._overlapped
         self._points = self._meter.begin_parameters() if apart else None
 
@@ -273,7 +274,7 @@ class _Controlled:
 
     def load_state_dict(self, state: dict[str, Any], step: int) -> None:
         own = _canonical(state.get("name", "")) == _canonical(self._name)
-        # On every rank, whatever it loads: where states differ, this says so.
+        # A collective on every rank, whatever it loads: ranks with different states raise here.
         lr = self._meter.begin_lr(f"loading {'its' if own else 'no'} state into {self._name}")()
         if not own:
             _log.warning("the state is not of %s, which starts anew at step %d", self._name, step)
@@ -287,7 +288,7 @@ class _Controlled:
 
 
 def _canonical(name: str) -> str:
-    """Return a name in which a number is the same however it was written: 1 is 1.0."""
+    """Return a name with numbers normalized, so that 1 and 1.0 compare equal."""
     return re.sub(r"\d+(\.\d+)?(e[-+]?\d+)?", lambda number: repr(float(number[0])), name)
 
 

@@ -21,12 +21,11 @@ def to_data(value: Any) -> Any:
 
 
 def from_data(like: Value, data: Any) -> Value:
-    """Return the dataclass that ``to_data`` described.
+    """Return the dataclass that ``to_data`` converted.
 
     Args:
-        like: one of the same type, which tells the types of its fields. What the description lacks
-            is as it is here.
-        data: the description; tuples may have become lists, as in JSON.
+        like: one of the same type, which gives the types of fields, and the values of missing ones.
+        data: what ``to_data`` returned; tuples may have become lists, as in JSON.
     """
     restored: Any = data
     if is_dataclass(like):
@@ -39,7 +38,7 @@ def from_data(like: Value, data: Any) -> Value:
 
 
 def digest_of_data(data: Any) -> str:
-    """Return a short hash of data, the same in every process, to compare states by."""
+    """Return a short hash of data, equal in every process, for comparing states across ranks."""
     digest = hashlib.blake2b(digest_size=8)
     _feed(digest, data)
     return digest.hexdigest()
@@ -59,7 +58,7 @@ def _feed(digest: _Hash, data: Any) -> None:
     elif isinstance(data, torch.Tensor):
         digest.update(data.numpy(force=True).tobytes())
     else:
-        # By their bits: a string of the sketches that some states hold would take milliseconds.
+        # Hash the bytes: the repr of the sketches that some states hold would take milliseconds.
         try:
             digest.update(np.asarray(data, dtype=np.float64).tobytes())
         except (TypeError, ValueError):  # a sequence of other things

@@ -1,7 +1,7 @@
 """Targets: how far apart workers may be, at every step.
 
-A target is a frozen value; what it has to remember between steps is a memory of its own, which it
-makes and which learns from what happens (``memories.py``). A new target is one class here, with a
+A target is an immutable value; what it remembers between steps is a separate memory, which it
+creates and which observations update (``memories.py``). A new target is one class here, with a
 memory there where it needs one, and one row in ``catalogue.py``.
 """
 
@@ -25,30 +25,30 @@ from gossamer.registry import PlugInError
 from gossamer.topology import Schedule
 
 PLAIN = math.inf
-"""As a distance: one round of the schedule per step, whatever comes of it."""
+"""No bound on the distance: one round of the schedule per step."""
 
 EXACT = -math.inf
-"""As a distance: the exact average, beyond the limits of any policy. Zero is another thing: a very
-small distance, to be met as far as limits allow."""
+"""The exact average, whatever a policy's limits. Distinct from zero, which is a very small distance
+to be reached as far as the limits allow."""
 
 
 @runtime_checkable
 class Target(Protocol):
     """How far apart workers may be after mixing.
 
-    The memory that each method gets is one that ``remember`` made, after all that happened since.
+    Each method gets the memory that ``remember`` created, updated by all observations since.
     """
 
     def remember(self, schedule: Schedule, step: int) -> Any:
-        """Return the memory with which to begin at a step; ``Memory()`` remembers nothing."""
+        """Return the initial memory at a step; ``Memory()`` is the empty one."""
         ...
 
     def value(self, seen: Observation, memory: Any) -> float:
-        """Return the distance; ``PLAIN`` and ``EXACT`` are two that say what to do instead."""
+        """Return the distance, or one of the sentinels ``PLAIN`` and ``EXACT``."""
         ...
 
     def needs(self, memory: Any) -> Needs:
-        """Return what is read of the next observation."""
+        """Return which parts of the next observation are read."""
         ...
 
 
@@ -91,13 +91,13 @@ class Exact:
 @final
 @dataclass(frozen=True)
 class Constant:
-    """c·Ξ_max, a share of the distance that plain gossip has.
+    """c·Ξ_max, a fraction of the distance that plain gossip has.
 
-    Ξ_max is measured, once: the first steps, or those of the first phase with such a target, run
-    plain gossip, and Ξ/η is averaged over the second half of them, when what the start or the phase
-    before left behind has been mixed away. Since Ξ is proportional to the learning rate η, Ξ_max is
-    that average times the rate of the step. Later phases keep the average: a new one would take
-    steps of plain gossip, without control.
+    Ξ_max is calibrated once: the first steps, or those of the first phase with such a target, run
+    plain gossip, and Ξ/η is averaged over the second half of them, when the transient of the start
+    or of the previous phase has decayed. Since Ξ is proportional to the learning rate η, Ξ_max is
+    that average times the rate of the step. Later phases keep the average: a new calibration would
+    take steps without control.
     """
 
     c: float
@@ -145,7 +145,7 @@ class Adaptive:
 @final
 @dataclass(frozen=True)
 class CriticalTarget:
-    """A share of the estimated critical distance Γ; see ``critical.py`` for what it is worth."""
+    """A fraction of the estimated critical distance Γ; see ``critical.py`` for how good that is."""
 
     share: float = 1.0
 
@@ -206,7 +206,7 @@ class Phases:
 
     @staticmethod
     def of(target: Target) -> Phases:
-        """Return a target by itself as that of every phase: a memory may begin anew with one."""
+        """Return a target as that of every phase: its memory may depend on where phases begin."""
         return target if isinstance(target, Phases) else Phases((target,))
 
     def remember(self, schedule: Schedule, step: int) -> PhaseMemory:
@@ -215,7 +215,7 @@ class Phases:
         for target, memory in zip(self.targets, memories, strict=True):
             if not isinstance(memory, Memory):
                 raise PlugInError(
-                    f"what a target remembers must be a gossamer.consensus.Memory, got {memory!r} "
+                    f"a target's memory must be a gossamer.consensus.Memory, got {memory!r} "
                     f"of {target}; derive a frozen dataclass from it"
                 )
         return PhaseMemory.of(memories, self.at)
