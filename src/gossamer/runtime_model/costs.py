@@ -1,13 +1,13 @@
 """What a round or an all-reduce costs on given links.
 
-Every message loads its sender's port, its receiver's, and where it leaves a node the links of both
-nodes. Messages of a round travel together, so a message takes as long as the busiest link on its
-way needs for all that it carries. A worker's part of bucket k lasts
+Every message loads its sender's port, its receiver's, and between nodes the links of both nodes.
+Messages of a round are concurrent, so a message takes as long as the most loaded link on its path
+needs for its total load. A worker's part of bucket k takes
 
     c_k = Σ λ_e + 8 · bytes_k · max_e max_ℓ (load_ℓ / rate_ℓ) / η
 
-over its messages e and the links ℓ on their way: latencies λ of the messages it receives, one after
-the other; loads in copies of the bucket; η what such exchanges reach of the links' rate.
+over its messages e and the links ℓ on their paths: latencies λ of the messages it receives, one
+after the other; loads in copies of the bucket; η the efficiency of such exchanges on the links.
 """
 
 # W: workers, M: nodes, K: buckets, E: messages
@@ -40,12 +40,12 @@ class Links:
     """Rate of each worker's own link, [W]."""
 
     uplink_bits_s: FloatArray
-    """Rate of the link that the workers of a node share, [M]."""
+    """Rate of the link between nodes that the workers of a node share, [M]."""
 
     inside_latency_s: float = 0.0
     between_latency_s: float = 0.0
     hierarchical: bool = False
-    """Whether all-reduces run in stages, and not in one ring."""
+    """Whether all-reduces are hierarchical (NCCL), instead of one ring (Gloo)."""
 
     reduce_efficiency: float = 1.0
     pair_efficiency: float = 1.0
@@ -60,7 +60,9 @@ class Links:
     def of(cls, network: profiles.Network, num_workers: int) -> Links:
         """Return the links of a profile's network at some scale; the last node may not be full."""
         if num_workers < 1:
-            raise UserError(f"a cluster has at least one worker, got {num_workers}; give 1 or more")
+            raise UserError(
+                f"a cluster needs at least one worker, got {num_workers}; use 1 or more"
+            )
         node_of = np.arange(num_workers) // network.workers_per_node
         between = network.between
         if between is None and node_of[-1] > 0:
@@ -69,8 +71,8 @@ class Links:
                 "between nodes, got a profile that was taken on one node; measure on two, or give "
                 "the link, as gossamer plan --link 25gbit"
             )
-        between = between or network.inside  # of one node alone, which does not use it
-        # A worker that has a node for itself has the node's link, and no other.
+        between = between or network.inside  # one node, which does not use it
+        # A worker that is alone on its node has only the node's link.
         port = between if network.workers_per_node == 1 else network.inside
         return cls(
             node_of=node_of,
@@ -86,12 +88,12 @@ class Links:
 
 
 def alone(times: FloatArray) -> FloatArray:
-    """Meet nobody."""
+    """Wait for no other worker."""
     return times
 
 
 def everyone(times: FloatArray) -> FloatArray:
-    """Meet all workers."""
+    """Wait for all workers, as a global collective does."""
     return np.broadcast_to(times.max(axis=1, keepdims=True), times.shape)
 
 
@@ -108,15 +110,15 @@ def mix(
 ) -> ExchangeTime:
     """Return the exchange of a round, as gossip runs it.
 
-    What is no all-reduce is messages, which a worker receives one after the other. It meets those
-    it sends to as well: a message moves when both ends are there, and its sends must be taken
-    before it goes on.
+    Outside of all-reduces a worker receives its messages one after the other. It also waits for the
+    workers it sends to: a transfer starts when both ends have posted it, and its sends must
+    complete before the worker continues.
 
     Args:
         links: of the cluster.
         round: who mixes with whom.
         bucket_bytes: of each bucket.
-        message_bytes: what is sent of each, where that is not the bucket itself.
+        message_bytes: of the message of each bucket, where it is not the bucket itself.
     """
     groups = round.groups()
     cost_WK = _reduce_cost(links, round.reduced_groups(), bucket_bytes)
@@ -131,15 +133,15 @@ def mix(
 
 
 def all_reduce(links: Links, bucket_bytes: Sequence[int]) -> ExchangeTime:
-    """Return an all-reduce of everyone."""
+    """Return an all-reduce over all workers."""
     groups = (np.arange(links.num_workers),)
     return ExchangeTime(everyone, _reduce_cost(links, groups, bucket_bytes))
 
 
 def all_gather_s(links: Links, row_bytes: int) -> float:
-    """Return how long everyone's row takes to reach everyone, as gossip gathers them.
+    """Return the time of an all-gather of one row per worker, as gossip runs it.
 
-    At distance 1, 2, 4, … a worker hands on all rows that it has: ⌈log2 W⌉ messages, W − 1 rows.
+    At distance 1, 2, 4, … a worker forwards all rows that it has: ⌈log2 W⌉ messages, W − 1 rows.
     """
     others = links.num_workers - 1
     if others == 0:
@@ -153,12 +155,12 @@ def all_gather_s(links: Links, row_bytes: int) -> float:
 def _reduce_cost(
     links: Links, groups: Sequence[IntArray], bucket_bytes: Sequence[int]
 ) -> FloatArray:
-    """Return what all-reduces cost that run in all groups at once.
+    """Return the cost of concurrent all-reduces, one in each group.
 
-    In one ring, in the order of ranks: each hop carries 2(g − 1)/g of the bytes, in 2(g − 1) turns.
-    In stages: reduce-scatter inside nodes, a ring for each worker's share across nodes, all-gather
-    inside; a node's link carries 2(M − 1)/M of the bytes. Groups that have not equally many members
-    on each node run in one ring.
+    One ring, in the order of ranks: each hop carries 2(g − 1)/g of the bytes, in 2(g − 1) messages.
+    Hierarchical: reduce-scatter inside nodes, a ring across nodes for each worker's shard,
+    all-gather inside; a node's link carries 2(M − 1)/M of the bytes. Groups with unequal numbers of
+    members on their nodes use one ring.
     """
     per_bit_W, latency_W = np.zeros(links.num_workers), np.zeros(links.num_workers)
     for rings, share_of_bytes in _stages(links, groups):
@@ -172,7 +174,7 @@ def _reduce_cost(
 
 
 def _stages(links: Links, groups: Sequence[IntArray]) -> list[tuple[list[IntArray], list[float]]]:
-    """Return the rings of each stage, and the share of the bytes that each ring reduces."""
+    """Return the rings of each stage, and the fraction of the bytes that each ring reduces."""
     inside: list[IntArray] = []
     across: list[IntArray] = []
     shares: list[float] = []
@@ -194,7 +196,7 @@ def _stages(links: Links, groups: Sequence[IntArray]) -> list[tuple[list[IntArra
 def _ring_cost(
     links: Links, rings: Sequence[IntArray], shares: Sequence[float]
 ) -> tuple[FloatArray, FloatArray]:
-    """Return seconds per bit and latency of each worker in rings that all-reduce at once."""
+    """Return seconds per bit and latency of each worker in concurrent ring all-reduces."""
     successor = np.arange(links.num_workers)
     copies, turns = np.zeros(links.num_workers), np.zeros(links.num_workers)
     for members, share in zip(rings, shares, strict=True):
@@ -214,7 +216,7 @@ def _affine(latency_W: FloatArray, per_bit_W: FloatArray, num_bytes: Sequence[fl
 
 
 def _busiest(links: Links, senders: IntArray, receivers: IntArray, share: FloatArray) -> FloatArray:
-    """Return seconds per bit of a bucket for each worker's part; share: of the bucket, [E]."""
+    """Return seconds per bit of a bucket for each worker; share: of a bucket, per message, [E]."""
     w, m = links.num_workers, len(links.uplink_bits_s)
     sends = _sum_by(senders, share, w) / links.port_bits_s
     takes = _sum_by(receivers, share, w) / links.port_bits_s

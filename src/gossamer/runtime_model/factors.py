@@ -1,13 +1,13 @@
 """Where a saving comes from: overlap, links, or tolerance to varying compute times.
 
-Three switches lead from DDP to overlapped gossip. Each can be thrown by itself in the model:
+Three changes lead from DDP to overlapped gossip. Each can be made separately in the model:
 
-    overlap     exchanges hide behind the next iteration, and not only behind the backward pass
-    links       an exchange costs what the round's messages cost, and not an all-reduce of all
-    tolerance   a worker waits for those it exchanges with, and not for all
+    overlap     exchanges overlap with the next iteration, not only with the backward pass
+    links       an exchange costs what the round's messages cost, not a global all-reduce
+    tolerance   a worker waits for its peers only, not for all workers
 
-A switch's share is its effect on the iteration time, averaged over all orders of throwing the three
-(Shapley's value), so the three add up to the saving.
+A factor's part is its effect on the iteration time, averaged over all orders of making the three
+changes (the Shapley value), so the three add up to the saving.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Measure the links between ranks, in the patterns in which training uses them.
 
-All ranks make the same calls. Pairs are measured one at a time, in both directions at once, which
-is how gossip exchanges; then all workers of a node with those of the next, which share its link;
-then what links reach while everybody uses them: in pairs, in an all-reduce, and in a ring in which
-each rank receives from two. Pairs and patterns are repeated in turns, and the median counts:
-whatever else takes a second of the machine then does not fall on one of them alone.
+All calls are collective. Pairs are measured one at a time, in both directions at once, which is how
+gossip exchanges; then all workers of a node with those of the next, which share its link; then the
+efficiency of links under full load: in pairs, in an all-reduce, and in a ring in which each rank
+receives from two. Repeats of pairs and patterns are interleaved, and the median is taken, so that a
+burst of other load does not fall on a single one of them.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from gossamer.topology import one_peer_ring, ring
 _PROBE_BYTES = 1 << 18
 _MOST_BYTES = 1 << 25
 _WINDOW_S = 0.25
-"""How long one transfer should take: long enough for a burst to weigh little."""
+"""How long one transfer should take: long enough to amortize a burst."""
 
 _PINGS = 8
 _REPEATS = 3
 _PATTERN_REPEATS = 5
-"""More, because a link's rate is also the median over pairs, and there is one of each pattern."""
+"""More repeats: a link's rate is also a median over pairs, and there is one of each pattern."""
 
 _MOST_PAIRS = 12
 
@@ -74,12 +74,12 @@ class _Probe:
     def __init__(self, group: ProcessGroup, device: torch.device) -> None:
         self._group = group
         self._device = device
-        # Written to once: memory that comes with first use would count as time on the wire.
+        # Touched once: page faults on first use would count as transfer time.
         self._memory = [torch.ones(_MOST_BYTES // 4, device=device) for _ in range(3)]
         self.rank, self.size = group.rank(), group.size()
 
     def pairs(self, chosen: list[tuple[int, int]]) -> list[Pair]:
-        """Measure the links between two ranks each, while all others wait; returns on all."""
+        """Measure the link of each pair while all other ranks wait; every rank gets the result."""
         latencies = [self._of_pair(ranks, self._latency_s) for ranks in chosen]
         sizes = [int(self._of_pair(ranks, self._size_for)) for ranks in chosen]
         took = [
@@ -115,7 +115,7 @@ class _Probe:
         return 8 * num_bytes * workers_per_node / max(seconds - link.latency_s, 1e-9)
 
     def efficiencies(self, links: costs.Links) -> dict[str, float]:
-        """Return what pairs, an all-reduce and a ring reach of what the links alone would allow."""
+        """Return the efficiency of pairs, an all-reduce and a ring, relative to unloaded links."""
         patterns = [
             _pattern("reduce_efficiency", partial(costs.all_reduce, links), self._all_reduce)
         ]
@@ -137,7 +137,7 @@ class _Probe:
         }
 
     def _exchange(self, peer: int, num_bytes: int) -> None:
-        # Posted before it is waited for: two ranks that both send first would wait for ever.
+        # Post the receive before waiting: two ranks that both wait for a send first would deadlock.
         outgoing, incoming, _ = self._tensors(num_bytes)
         self._run([(dist.irecv, incoming, peer), (dist.isend, outgoing, peer)])
 
@@ -178,7 +178,7 @@ class _Probe:
         return [memory[: num_bytes // 4] for memory in self._memory]
 
     def _of_pair(self, ranks: tuple[int, int], act: Callable[[int], float]) -> float:
-        """Return on all what the first of two ranks finds, while only those two act."""
+        """Return on every rank what the first of two measures, while only those two transfer."""
         told = torch.zeros(1, dtype=torch.float64, device=self._device)
         if self.rank in ranks:
             first, second = ranks
@@ -191,14 +191,14 @@ class _Probe:
         return min(self._exchange_s(peer, 8) for _ in range(_PINGS))
 
     def _size_for(self, peer: int) -> float:
-        """Return how many bytes take about the window."""
+        """Return how many bytes take about as long as the window."""
         return _bytes_for(8 * _PROBE_BYTES / self._exchange_s(peer, _PROBE_BYTES))
 
     def _exchange_s(self, peer: int, num_bytes: int) -> float:
         return self._time(lambda: self._exchange(peer, num_bytes))
 
     def _slowest_s(self, act: Callable[[], None]) -> float:
-        """Return the time of the slowest rank; all begin together."""
+        """Return the time of the slowest rank; a barrier comes first."""
         self._slowest(0.0)
         return self._slowest(self._time(act))
 
@@ -228,7 +228,7 @@ class _Pattern(NamedTuple):
 def _pattern(
     field: str, cost: Callable[[list[int]], ExchangeTime], act: Callable[[int], None]
 ) -> _Pattern:
-    """Return a pattern with as many bytes as should take the window."""
+    """Return a pattern with as many bytes as should take about the window."""
 
     def expected_s(num_bytes: int) -> float:
         return float(cost([num_bytes]).cost_WK.max())

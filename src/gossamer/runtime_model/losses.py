@@ -1,9 +1,9 @@
-"""What gossip loses to all-reduce at equal steps, as measured, and the steps that make up for it.
+"""The measured loss gap of gossip to all-reduce at equal steps, and the steps that close it.
 
 Rows come from experiments, by ``python -m benchmarks.losses``, and are a file of the package. Where
-gossip at equal steps has the higher loss, a shorter step is not yet a shorter training: with L and
-L* the losses of gossip and all-reduce after T steps, and s how much all-reduce gains per unit of
-ln(steps),
+gossip at equal steps has the higher loss, a shorter step need not give a shorter time to loss: with
+L and L* the losses of gossip and all-reduce after T steps, and s how much all-reduce gains per unit
+of ln(steps),
 
     s = (L*(T) − L*(4T)) / ln 4,      more_steps = exp((L(T) − L*(T)) / s), at least 1.
 
@@ -28,10 +28,10 @@ from gossamer.runtime_model.profile import StrictValue, Workers, first_problem
 SCHEMA = 1
 
 LONGER = 4
-"""Times as many steps has the run that a slope is taken from."""
+"""Ratio of the steps of the two runs that a slope is computed from."""
 
 MEASURED_TOPOLOGY = "one_peer_exponential"
-"""Whose losses stand for those of topologies without rows: the graph is not their cause."""
+"""Its losses are used for topologies without rows: the gap was not found to depend on the graph."""
 
 ASSUMED_OPTIMIZERS = ("accum_adam", "accum_adamw")
 """Of gossip, in a plan: what docs/adam.md advises."""
@@ -40,7 +40,7 @@ _PACKAGED = Path(__file__).with_name("measured_losses.json")
 _MOST_BYTES = 2**24
 _MOST_ROWS = 2**14
 _MOST_FACTOR = 1e6
-"""Of steps: beyond it all are as hopeless."""
+"""Cap on the factor of steps: beyond it the exact value does not matter."""
 
 _Name: TypeAlias = Annotated[str, Field(max_length=400)]
 _Count: TypeAlias = Annotated[int, Field(ge=1, le=10**9)]
@@ -50,7 +50,7 @@ _Share: TypeAlias = Annotated[float, Field(ge=-1e9, le=1e9)]
 
 @final
 class MeasuredLoss(StrictValue):
-    """One way of gossip in one setting, against all-reduce in the same."""
+    """One configuration of gossip in one setting, against all-reduce in the same."""
 
     kind: Annotated[_Name, Field(min_length=1)]
     """Of model and optimizer: one of ``profile.KINDS``."""
@@ -78,7 +78,7 @@ class MeasuredLoss(StrictValue):
 
     seeds: _Count
     more_steps: Annotated[float, Field(ge=1, le=_MOST_FACTOR)] | None
-    """Times as many steps to all-reduce's loss; None where no slope is known."""
+    """Factor of steps to reach all-reduce's loss; None where no slope is known."""
 
     slope_from: _Name = ""
     """The setting whose slope was taken; empty where it is this one's own, or none is known."""
@@ -104,30 +104,30 @@ class _File(StrictValue):
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossGap:
-    """What a method of a plan loses to DDP, from the nearest setting that was measured."""
+    """The loss gap of a plan's method to DDP, from the nearest measured setting."""
 
     gap: float
-    """Loss above DDP's at equal steps, as a share of it."""
+    """Loss above DDP's at equal steps, relative to DDP's."""
 
     more_steps: float | None
-    """Times as many steps to DDP's loss; None where that is not known."""
+    """Factor of steps to reach DDP's loss; None where that is not known."""
 
     setting: str = ""
-    """What was measured; nothing for DDP itself."""
+    """The measured setting; empty for DDP itself."""
 
     workers: int | None = None
-    """It was measured with."""
+    """How many workers it was measured with."""
 
     assumed: bool = False
     """Whether it was measured on another topology, ``MEASURED_TOPOLOGY``."""
 
 
 REFERENCE = LossGap(gap=0.0, more_steps=1.0)
-"""DDP, which others are compared with."""
+"""The gap of DDP itself, the baseline."""
 
 
 def factor_of_steps(loss: float, all_reduce_loss: float, slope: float) -> float:
-    """Return times as many steps to all-reduce's loss, never below 1.
+    """Return the factor of steps that gossip needs to reach all-reduce's loss, at least 1.
 
     Args:
         loss: of gossip.
@@ -142,7 +142,7 @@ def factor_of_steps(loss: float, all_reduce_loss: float, slope: float) -> float:
 
 
 def comparable(losses: Sequence[MeasuredLoss], algorithm: str, every: int) -> list[MeasuredLoss]:
-    """Return the rows that tell what gossip loses with the optimizer that is assumed.
+    """Return the rows that were measured with the optimizer that a plan assumes.
 
     Args:
         losses: of one kind of model.
@@ -157,14 +157,13 @@ def comparable(losses: Sequence[MeasuredLoss], algorithm: str, every: int) -> li
 
 
 def nearest_gap(losses: Sequence[MeasuredLoss], topology: str, workers: int) -> LossGap | None:
-    """Return what was measured nearest to a topology on so many workers; None where nothing was.
+    """Return the gap measured nearest to a topology and a number of workers; None without rows.
 
-    Of settings with equally many workers, the one nearest to a real job: the most steps, then the
-    largest batches.
+    Ties are broken towards a real job: the most steps, then the largest batches.
 
     Args:
         losses: as ``comparable`` returns them.
-        topology: where none is its own, those of ``MEASURED_TOPOLOGY`` are taken.
+        topology: one without rows takes those of ``MEASURED_TOPOLOGY``.
         workers: how many.
     """
     own = [row for row in losses if row.method == topology]

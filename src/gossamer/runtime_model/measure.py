@@ -1,7 +1,7 @@
-"""Measure a training loop: two lines in a user's script, or a workload of ours.
+"""Measure a training loop: two lines in a user's script, or a built-in workload.
 
-Hooks note when passes, gradients and updates begin and end; the loop stays as it is. After some
-steps all ranks' times are gathered and rank 0 writes the profile.
+Hooks record when passes, gradients and updates begin and end; the loop is unchanged. After some
+steps the times of all ranks are gathered and rank 0 writes the profile.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def measure(
 ) -> None:
     """Measure the training loop around this model, and write its profile.
 
-    A collective call: every rank makes it, after the optimizer is made and before ``decentralize``.
-    The links are measured at once; compute as the loop goes on. After ``warmup + steps`` steps of
-    the optimizer rank 0 writes the file, the hooks are gone and training continues.
+    A collective: every rank must call it, after the optimizer is built and before ``decentralize``.
+    The links are measured in the call, compute during the following ``warmup + steps`` optimizer
+    steps. Then rank 0 writes the file, the hooks are removed and training continues.
 
     Args:
         model: what is trained, in DDP or not; the loop calls it, or a wrapper of it.
@@ -84,7 +84,7 @@ def measure(
     group = _group(process_group)
     trained: list[Tensor] = [p for p in model.parameters() if p.requires_grad]
     if not trained:
-        raise UserError("a profile is of a model that trains, got one without trainable parameters")
+        raise UserError("a profile needs a model that trains, got one without trainable parameters")
     network, pairs = measure_network(group, _workers_per_node(group.size()), trained[0].device)
     environment = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -105,9 +105,9 @@ def measure(
 
 
 def kind_of(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]) -> str:
-    """Return which of ``profile.KINDS`` a model and its optimizer are; nothing where they are none.
+    """Return which of ``profile.KINDS`` a model and its optimizer are; an empty string for others.
 
-    A transformer is what has a module that is called attention, by whoever wrote it.
+    A transformer has an ``nn.MultiheadAttention``, or a module with "Attention" in its class name.
     """
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
     attends = any(
@@ -130,7 +130,7 @@ class _StepTimes:
     """When each parameter's gradient was complete."""
 
     called: float = 0.0
-    """When the optimizer's step was called, before anything else hooks it."""
+    """When the optimizer's step was called, before any other hook."""
 
     update_start: float = 0.0
     update_end: float = 0.0
@@ -140,7 +140,7 @@ class _StepTimes:
 
 @final
 class _Stopwatch:
-    """Hooks that time steps, and remove themselves when there are enough."""
+    """Hooks that time steps, and remove themselves after the last measured one."""
 
     def __init__(
         self,
@@ -178,14 +178,14 @@ class _Stopwatch:
 
     def _forward_starts(self, *_: Any) -> None:
         if self._done:
-            # Only now: an optimizer walks through its hooks while they run.
+            # Not in the step's hook: an optimizer iterates over its hooks while they run.
             for hook in self._hooks:
                 hook.remove()
             return
         if not torch.is_grad_enabled():  # an evaluation
             return
         if self._late is None:
-            # Registered only now, so that it comes after the hook in which gossip waits and mixes.
+            # Registered late, so that it runs after the hook in which gossip waits and mixes.
             self._late = self._optimizers[0].register_step_pre_hook(self._update_starts)
             self._hooks.append(self._late)
         ddp = DistributedDataParallel._get_active_ddp_module()  # pyright: ignore[reportPrivateUsage]
@@ -237,8 +237,8 @@ def _finish(
     trained: list[Tensor],
     steps: list[_StepTimes],
 ) -> None:
-    """Gather all ranks' times and write the profile; a collective call."""
-    # Rank 0's buckets for all, with those last whose parameters had no gradient: they travel, too.
+    """Gather all ranks' times and write the profile; a collective."""
+    # Rank 0's buckets on all ranks. Parameters without a gradient come last: they are sent, too.
     ready = steps[-1].ready
     order = sorted(range(len(trained)), key=lambda index: ready.get(index, math.inf))
     chosen = [_assign(order, trained)]
@@ -274,11 +274,11 @@ def _finish(
 
 
 def _factors(computed: list[list[float]]) -> list[float]:
-    """Return normalized compute times, of each rank's steps: mean 1, and how far ranks differ.
+    """Return the normalized compute time of each rank's steps: mean 1, the variation across ranks.
 
-    A step that is long or short for all, such as the last of an epoch, makes nobody wait: times are
-    over the mean of all ranks at the same step. As that follows each of n ranks, deviations are
-    √(n / (n − 1)) times as large as they look.
+    A step that is long or short on all ranks, such as the last of an epoch, causes no waiting, so
+    times are divided by the mean over ranks of the same step. As that mean includes the rank
+    itself, deviations are scaled up by √(n / (n − 1)).
     """
     scale = math.sqrt(len(computed) / (len(computed) - 1))
     factors = [
@@ -298,7 +298,7 @@ def _times(step: _StepTimes, parts: list[list[int]]) -> list[float]:
     for end in ends:
         backward.append(max(0.0, end - before))
         before = max(before, end)
-    # What follows the last gradient is clipping, but under DDP mostly waiting.
+    # The time after the last gradient is clipping, but under DDP mostly waiting.
     after = 0.0 if step.under_ddp else max(0.0, step.called - before)
     return [
         step.forward_start - step.previous_end + after,
@@ -334,10 +334,10 @@ def _mix_s(num_bytes: int, device: torch.device) -> float:
 
 
 def _measure_hooks(group: ProcessGroup, device: torch.device) -> Hooks:
-    """Return what steps of next to no parameters take of the thread that trains.
+    """Return the overhead of each method's hooks: CPU time of steps on a tiny model.
 
-    Its processor time, not the time that passes: with nothing to compute a step mostly waits for
-    its messages, and those are in the model already.
+    CPU time of the training thread, not wall time: such a step mostly waits for its messages, which
+    the model counts already.
     """
 
     def step_s(wrap: Callable[[nn.Module, Optimizer], nn.Module]) -> float:
@@ -378,7 +378,7 @@ def _group(process_group: ProcessGroup | None) -> ProcessGroup:
 
 
 def _workers_per_node(size: int) -> int:
-    """Return how many consecutive ranks share a node, as torchrun says."""
+    """Return how many consecutive ranks share a node, by torchrun's environment."""
     given = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if given >= size:
         return size
@@ -386,10 +386,10 @@ def _workers_per_node(size: int) -> int:
 
 
 def measure_workload(name: str, path: Path, steps: int) -> None:
-    """Train a workload of ours, without communication, and write its profile; under torchrun."""
+    """Train a built-in workload without communication and write its profile; under torchrun."""
     if "RANK" not in os.environ:
         raise UserError(
-            "a workload is profiled on several ranks, got one process; start it with torchrun "
+            "profiling a workload needs several ranks, got one process; start it with torchrun "
             "--nproc-per-node 4 -m gossamer profile ..., or on slow links with gossamer lab -- ..."
         )
     torch.set_num_threads(1)
@@ -406,5 +406,5 @@ def measure_workload(name: str, path: Path, steps: int) -> None:
         optimizer.zero_grad()
         workload.loss(model(inputs[0]), targets[0]).backward()
         optimizer.step()
-    dist.barrier()  # whoever leaves first would break connections that others still use
+    dist.barrier()  # a rank that exits first would break connections in use
     dist.destroy_process_group()

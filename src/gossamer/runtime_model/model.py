@@ -1,8 +1,8 @@
 """How long an iteration takes: the recursion over workers, buckets and iterations.
 
-Every worker computes F (forward), B (backward, bucket by bucket) and U (update), and C is a
-bucket's exchange with others. An order says what waits for what; an exchange says whom a worker
-meets and how long its part lasts. Times of all trials and workers advance together, as arrays.
+Every worker computes F (forward), B (backward, bucket by bucket) and U (update), and C is the
+exchange of a bucket. An order gives the dependencies between them; an exchange, which workers wait
+for each other and for how long. Times of all trials and workers are advanced together, as arrays.
 
 Reference: Wang et al., From promise to practice (https://arxiv.org/abs/2410.11998).
 """
@@ -23,7 +23,7 @@ from gossamer.topology.arrays import FloatArray
 Task: TypeAlias = Literal["F", "B", "C", "U"]
 
 Meet: TypeAlias = Callable[[FloatArray], FloatArray]
-"""From times [R, W] to the latest among those whom each worker meets, itself included."""
+"""From ready times [R, W] to the latest of each worker and those whom it exchanges with."""
 
 DrawFactors: TypeAlias = Callable[[np.random.Generator, tuple[int, int]], FloatArray]
 """Normalized compute times [R, W] of one iteration: positive, mean 1."""
@@ -32,7 +32,7 @@ DrawFactors: TypeAlias = Callable[[np.random.Generator, tuple[int, int]], FloatA
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compute:
-    """What one worker computes in an iteration, where its factor is 1."""
+    """Compute times of one worker in an iteration, at factor 1."""
 
     forward_s: float
     backward_s: tuple[float, ...]
@@ -43,18 +43,18 @@ class Compute:
 
     @property
     def total_s(self) -> float:
-        """Return what an iteration takes alone."""
+        """Return the time of an iteration without communication."""
         return self.forward_s + sum(self.backward_s) + sum(self.update_s)
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class ExchangeTime:
-    """What one iteration's exchange waits for, and how long it takes."""
+    """Which workers wait for each other in one iteration's exchange, and how long it takes."""
 
     meet: Meet
     cost_WK: FloatArray
-    """How long each worker's part of each bucket lasts, from when all it meets are there."""
+    """Duration of each worker's part of each bucket, once all whom it waits for are ready."""
 
 
 class Span(NamedTuple):
@@ -67,7 +67,7 @@ class Span(NamedTuple):
 
 
 class Clocks(NamedTuple):
-    """The time at which each worker is, between two iterations."""
+    """The time that each worker has reached, between two iterations."""
 
     free: FloatArray
     """When each worker can begin the next forward pass, [R, W]."""
@@ -98,8 +98,8 @@ def bucket_wise(
 ) -> Clocks:
     """Overlapped, as in the paper: each bucket is mixed and updated within the backward pass.
 
-    U_k starts at max(end B_k, end of the bucket's last C); C_k when all that meet have ended U_k
-    and their previous C.
+    U_k starts at max(end of B_k, end of the bucket's last C); C_k when all that exchange have ended
+    U_k and their previous C.
     """
     now = _run(spans, "F", 0, clocks.free, compute.forward_s * factor)
     wire, landed = clocks.landed[-1], list[FloatArray]()
@@ -119,12 +119,12 @@ def whole_step(
 ) -> Clocks:
     """Overlapped, as ``decentralize`` does it: finish all buckets, update, start all buckets.
 
-    U starts at max(end of the last B, end of the last step's C); C_k when all that meet have ended
-    U and C_(k−1). A worker begins no exchange before it has finished the last one, its sends
+    U starts at max(end of the last B, end of the last step's C); C_k when all that exchange have
+    ended U and C_(k−1). A worker starts no exchange before its last one has completed, sends
     included.
     """
     now = _forward_backward(clocks.free, compute, factor, spans)
-    now = np.maximum(now, clocks.landed[-1])  # buckets land in order
+    now = np.maximum(now, clocks.landed[-1])  # buckets complete in order
     now = _update(now, compute, spans)
     return Clocks(now, _exchange(now, exchange, spans))
 
@@ -141,9 +141,9 @@ def after_update(
 def in_backward(
     clocks: Clocks, compute: Compute, factor: FloatArray, exchange: ExchangeTime, spans: list[Span]
 ) -> Clocks:
-    """As DDP: gradients travel as the backward pass completes them; the update waits for all.
+    """As DDP: each bucket is all-reduced when its gradients are ready; the update waits for all.
 
-    C_k starts when all that meet have ended B_k and C_(k−1); U at the end of the last C.
+    C_k starts when all that exchange have ended B_k and C_(k−1); U at the end of the last C.
     """
     now = _run(spans, "F", 0, clocks.free, compute.forward_s * factor)
     wire, landed = clocks.free, list[FloatArray]()
@@ -158,7 +158,7 @@ def gamma(variance: float) -> DrawFactors:
     """Compute times from a gamma distribution: positive, with mean 1 and this variance."""
     if variance < 0:
         raise UserError(f"a variance must not be negative, got {variance}; use 0 for none")
-    if variance < 1e-12:  # one over less may not be finite
+    if variance < 1e-12:  # 1 / variance could overflow
         return lambda rng, shape: np.ones(shape)
     return lambda rng, shape: rng.gamma(1 / variance, variance, shape)
 
@@ -172,10 +172,10 @@ def resampled(factors: Sequence[float]) -> DrawFactors:
 _EVEN = gamma(0.0)
 
 ITERATIONS = 96
-"""Those that a prediction counts, or some more: cycles are counted to their end."""
+"""Iterations that a prediction averages, rounded up to complete cycles of the schedule."""
 
 LONGEST_PERIOD = 1024
-"""Cycles that are longer than this are not."""
+"""Longer cycles are not completed."""
 
 
 @final
@@ -188,7 +188,7 @@ class Trials:
     iterations: int = ITERATIONS
 
     warmup: int = 32
-    """Iterations before those that count, in which waiting spreads from worker to worker."""
+    """Warm-up iterations, in which delays propagate from worker to worker."""
 
     seed: int = 0
 
@@ -203,7 +203,7 @@ class Prediction:
     p50_s: float
     p95_s: float
     exposed_s: float
-    """Mean time per iteration in which a worker computes nothing: it waits for C, or for others."""
+    """Mean idle time per iteration: a worker waits for its exchange, or for other workers."""
 
 
 def predict(method: TimedMethod, trials: Trials = Trials()) -> Prediction:  # noqa: B008 - frozen
@@ -287,7 +287,7 @@ def _update(start: FloatArray, compute: Compute, spans: list[Span]) -> FloatArra
 
 
 def _exchange(start: FloatArray, exchange: ExchangeTime, spans: list[Span]) -> list[FloatArray]:
-    """Exchange all buckets, one after the other; return when each has landed."""
+    """Exchange all buckets, one after the other; return when each has arrived."""
     now, landed = start, list[FloatArray]()
     for k, cost_W in enumerate(exchange.cost_WK.T):
         now = _run(spans, "C", k, exchange.meet(now), cost_W)

@@ -1,7 +1,7 @@
 """Profiles from data-sheet numbers.
 
-Peak rates are the makers': dense, half precision with tensor cores where a GPU has them. What a job
-reaches of them is its efficiency, which no data sheet says.
+Peak rates are the vendors': dense, half precision with tensor cores where a GPU has them. The
+fraction that a job reaches is its efficiency, which is not in a data sheet.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BUCKET_BYTES = 25 * 1024**2
 """DDP's defaults: the first bucket is small, so that communication begins early."""
 
 MAX_PARAMETERS = 5e10
-"""Whose buckets a profile can hold."""
+"""The largest model whose buckets fit in a profile."""
 
 _ADAM_BYTES = 28
 """Per parameter of 4 bytes: gradient, moments and parameter read, all but the first written."""
@@ -34,7 +34,7 @@ class Gpu(NamedTuple):
     flops: float
     memory_bytes_s: float
     link: Link
-    """To others of its node."""
+    """To other GPUs of its node."""
 
 
 _PCIE3 = Link(bits_s=12e9 * 8, latency_s=10e-6)
@@ -72,10 +72,10 @@ def from_data_sheet(
     efficiency: float = 0.3,
     variance: float = 0.0,
 ) -> Profile:
-    """Return the profile of a job that nobody has measured.
+    """Return the profile of a job that has not been measured.
 
-    Parameters and gradients are of 4 bytes, the optimizer is Adam, and the backward pass takes
-    twice the forward pass, spread over buckets by their size.
+    Parameters and gradients have 4 bytes, the optimizer is Adam, and the backward pass takes twice
+    the forward pass, spread over buckets by their size.
 
     Args:
         gpu: a name in GPUS.
@@ -85,7 +85,7 @@ def from_data_sheet(
             token for a transformer.
         workers: how many workers the batch is for.
         workers_per_node: how many share a node and its link.
-        efficiency: share of the GPU's peak that the job reaches.
+        efficiency: fraction of the GPU's peak that the job reaches.
         variance: of the normalized compute time; 0.0017 for images and 0.0134 for sentences have
             been measured (arXiv:2410.11998).
     """
@@ -130,10 +130,10 @@ def from_data_sheet(
 
 
 def from_seconds(compute_s: float, link: Link, num_bytes: int) -> Profile:
-    """Return the profile of a job of which nothing is known but the length of a step.
+    """Return the profile of a job of which only the step time is known.
 
     The backward pass takes twice the forward pass, spread over buckets by their size; updates and
-    mixing take no time of their own. Every worker has a node and a link for itself.
+    mixing take no extra time. Every worker is on its own node.
 
     Args:
         compute_s: of a step without communication.

@@ -1,6 +1,6 @@
-"""What a training job computes and what its links carry: a value, kept as a JSON file.
+"""Compute times and links of a training job: an immutable value, stored as a JSON file.
 
-Measured by ``gossamer profile`` or written by hand. All of the model's predictions follow from it.
+Measured by ``gossamer profile`` or written by hand. All predictions of the model follow from it.
 Times are seconds, sizes bytes, rates bits per second of payload.
 """
 
@@ -28,9 +28,9 @@ MAX_BUCKETS = 2**13
 
 TRANSFORMER_ADAM = "transformer, Adam"
 KINDS = (TRANSFORMER_ADAM,)
-"""Of models and optimizers, as far as they are told apart: gossip costs some of them steps."""
+"""Kinds of model and optimizer that have measured losses: gossip costs some of them more steps."""
 
-# Far beyond any job, and near enough for sums and products of them to stay finite.
+# Far beyond any job, and small enough that sums and products of them stay finite.
 Seconds: TypeAlias = Annotated[float, Field(ge=0, le=1e9)]
 Bytes: TypeAlias = Annotated[int, Field(ge=1, le=10**15)]
 Rate: TypeAlias = Annotated[float, Field(ge=1e-3, le=1e18)]
@@ -40,7 +40,7 @@ Workers: TypeAlias = Annotated[int, Field(ge=1, le=2**20)]
 
 
 class StrictValue(BaseModel):
-    """A value that a file holds: nothing unknown, nothing that is not finite."""
+    """A value read from a file: unknown fields and non-finite numbers are errors."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True
@@ -48,14 +48,14 @@ class StrictValue(BaseModel):
 
 
 class Bucket(StrictValue):
-    """Parameters whose gradients are complete, and travel, together."""
+    """Parameters whose gradients are reduced, or which are exchanged, together."""
 
     num_bytes: Bytes
     backward_s: Seconds
-    """Part of the backward pass that ends with its gradients."""
+    """Time of the backward pass from the previous bucket's gradients to its own."""
 
     update_s: Seconds
-    """Its share of the optimizer's step."""
+    """Its part of the optimizer's step."""
 
 
 class Link(StrictValue):
@@ -77,20 +77,20 @@ class Network(StrictValue):
     """A node's link to all others, which its workers share; None where there was one node."""
 
     all_reduce: Literal["ring", "hierarchical"] = "ring"
-    """One ring of all workers, as Gloo, or stages inside and between nodes, as NCCL."""
+    """One ring over all workers, as Gloo, or hierarchical, inside and between nodes, as NCCL."""
 
     reduce_efficiency: float = Field(default=1.0, gt=0, le=2)
     """Rate of an all-reduce over that of the links it crosses."""
 
     pair_efficiency: float = Field(default=1.0, gt=0, le=2)
-    """Rate of two workers' exchange while all others exchange in pairs, over that of two alone."""
+    """Rate of a pair while all workers exchange in pairs, relative to a single pair."""
 
     fan_in_efficiency: float = Field(default=1.0, gt=0, le=2)
-    """Rate at which a worker receives from two others over that from one."""
+    """Rate at which a worker receives from two peers, relative to one."""
 
 
 class Hooks(StrictValue):
-    """What a method's own code takes of every step, besides its passes over the parameters."""
+    """CPU overhead of a method's code per step, without its passes over the parameters."""
 
     ddp_s: Seconds = 0.0
     gossip_s: Seconds = 0.0
@@ -114,7 +114,7 @@ class Profile(StrictValue):
     """One of ``KINDS``, by which a plan finds measured losses; empty where it is none of them."""
 
     workers: Workers
-    """How many it was measured with, or whose batches its compute times are for."""
+    """How many workers it was measured with, or whose batches its compute times are for."""
 
     forward_s: Seconds
     buckets: tuple[Bucket, ...] = Field(min_length=1, max_length=MAX_BUCKETS)
@@ -130,14 +130,14 @@ class Profile(StrictValue):
     """Matters where a step takes milliseconds."""
 
     variance: Variance = 0.0
-    """Of the normalized compute time: how far workers are apart in a step."""
+    """Variance of the normalized compute time across workers in a step."""
 
     factors: tuple[Factor, ...] = ()
     """Normalized compute times as measured, mean 1; without them, a gamma distribution."""
 
     network: Network
     pairs: tuple[Pair, ...] = ()
-    """Links as measured; ``network`` is what the model takes from them."""
+    """Links as measured; ``network``, which the model uses, summarizes them."""
 
     environment: dict[str, str] = {}
     """Where and when it was measured."""
@@ -149,17 +149,17 @@ class Profile(StrictValue):
 
     @property
     def compute_s(self) -> float:
-        """Return what an iteration takes without communication."""
+        """Return the time of an iteration without communication."""
         return self.other_s + self.forward_s + sum(b.backward_s + b.update_s for b in self.buckets)
 
     def replace(self, **changes: Any) -> Profile:
-        """Return the profile with other values in place of some."""
+        """Return the profile with some values replaced."""
         try:
             return Profile.model_validate({**self.model_dump(), **changes})
         except ValidationError as error:
             raise UserError(
-                f"what is asked of {self.name} must be in a profile's range, got "
-                f"{first_problem(error)}; ask for less of a change"
+                f"changes to the profile {self.name} must stay in a profile's range, got "
+                f"{first_problem(error)}; use a smaller change"
             ) from error
 
     def with_compute(self, factor: float) -> Profile:
@@ -209,7 +209,7 @@ def read_profile(path: Path) -> Profile:
 
 
 def first_problem(error: ValidationError) -> str:
-    """Return what is wrong first, and where."""
+    """Return the first validation error, and the field it is about."""
     first = error.errors()[0]
     where = ".".join(str(part)[:80] for part in first["loc"]) or "the file"
     return f"{where}: {first['msg']}"

@@ -1,4 +1,4 @@
-"""A plan and a profile in words: what a terminal and a page have in common."""
+"""Plans and profiles as strings, for the terminal and the page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gossamer.runtime_model.profile import Profile
 _LEGEND = (
     "ms: mean of an iteration, then its 5th to 95th percentile; waits: ms of it without computing; "
     "gain: DDP's time over this one; MB: sent by the busiest worker; p: share of the squared "
-    "consensus error removed per step; exact: steps after which nothing is left. PostLocalSGD "
+    "consensus error removed per step; exact: steps after which the average is exact. PostLocalSGD "
     "is listed, not recommended: it averages every fourth step only."
 )
 _LOSS_LEGEND = (
@@ -36,7 +36,7 @@ def describe(profile: Profile) -> str:
 
 
 def legend(rows: Sequence[Row]) -> str:
-    """Return what the columns of these rows mean."""
+    """Return the legend of the columns of these rows."""
     return _LEGEND + (_LOSS_LEGEND if _have_losses(rows) else "")
 
 
