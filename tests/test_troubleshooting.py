@@ -361,7 +361,7 @@ FOUND = {
     "a lab needs a kernel": "tests/test_lab_cluster.py",
     "a lab must be allowed": "needs a container",
     "measured rates must": "needs links that are off",
-    "one running lab": "tests/test_lab_cluster.py",
+    "--cut and --restore": "tests/test_lab_cluster.py",
 }
 
 

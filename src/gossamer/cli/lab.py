@@ -1,7 +1,7 @@
-"""The verb `gossamer lab`: parse, make the cluster, run, print.
+"""The verb `gossamer lab`: parse, create the cluster, run, print.
 
 Signals are handled here and nowhere else in the lab: the first one unwinds the `with` block that
-owns the cluster, and later ones are ignored, because removing what was made must not be cut short.
+owns the cluster, and later ones are ignored, because an interrupted removal would leave namespaces.
 """
 
 from __future__ import annotations
@@ -38,23 +38,24 @@ def lab_command(  # noqa: PLR0913 - one parameter per option
         str, typer.Option(help="Nodes of several workers: 2x4:10gbit/1gbit (inside/between).")
     ] = "",
     verify: Annotated[
-        bool, typer.Option("--verify", help="Measure the rates before the command, or alone.")
+        bool,
+        typer.Option("--verify", help="Measure the rates, before the command if there is one."),
     ] = False,
     cut: Annotated[
         str, typer.Option(help="Cut a link of the lab that is running: host2, node0.")
     ] = "",
     restore: Annotated[str, typer.Option(help="Restore a link that was cut.")] = "",
     lab: Annotated[
-        str, typer.Option(help="Which lab --cut and --restore mean, where several are running.")
+        str, typer.Option(help="Id of the lab for --cut and --restore, if several are running.")
     ] = "",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print what --verify measures as JSON lines.")
     ] = False,
 ) -> None:
-    """Run a command on hosts with slow links, all on this machine.
+    """Run a command on emulated hosts with slow links.
 
-    Needs Linux and root. The exit code is the command's; or 1
-    where a rate that --verify measured is off.
+    Needs Linux and root. The exit code is the command's, or 1
+    if a rate that --verify measured is off.
 
     Examples:
     $ gossamer lab --hosts 4 --rate 300mbit -- python train.py
@@ -69,7 +70,7 @@ def lab_command(  # noqa: PLR0913 - one parameter per option
     chosen = _layout(hosts, rate, layout)
     if as_json and (command or not verify):
         raise UserError(
-            "--json prints what --verify measures, where no command has the output, got "
+            "--json prints what --verify measures, and needs it without a command, got "
             f"{'a command' if command else 'no --verify'}; write for example --verify --json"
         )
     if command or not verify:
@@ -109,8 +110,8 @@ def _choose(lab: str) -> str:
         return chosen[0]
     running = ", ".join(labs) or "none"
     raise UserError(
-        f"one running lab must be meant, got {lab or 'no name'!r} with {running} running; "
-        "name it with --lab"
+        f"--cut and --restore need one running lab, got {repr(lab) if lab else 'no --lab'} and "
+        f"running: {running}; start one, or choose with --lab"
     )
 
 
@@ -131,8 +132,8 @@ def _report(measurements: list[Measurement], *, as_json: bool) -> None:
     wrong = [str(each) for each in measurements if not each.holds]
     if wrong:
         say_error(
-            f"measured rates must be within {TOLERANCE:.0%} of those asked for, "
-            f"got {'; '.join(wrong)}; ask for a lower rate or free the processors"
+            f"measured rates must be within {TOLERANCE:.0%} of the requested ones, "
+            f"got {'; '.join(wrong)}; request a lower rate, or end other programs"
         )
         raise typer.Exit(1)
 

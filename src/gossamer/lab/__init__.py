@@ -1,6 +1,6 @@
 """A cluster in a box: Linux network namespaces with shaped links, for real multi-host jobs.
 
-See docs/lab.md. The emulated compute is in `gossamer.lab.compute`, apart, because it needs torch.
+See docs/lab.md. Emulated compute is in `gossamer.lab.compute`: separate, because it needs torch.
 """
 
 from gossamer.lab.cluster import Cluster
@@ -8,7 +8,7 @@ from gossamer.lab.layout import Layout, one_switch, parse_layout
 from gossamer.lab.processes import HostFailed, HostProcesses
 
 Job = HostProcesses
-"""Its name before: elsewhere a job is what a runtime model predicts."""
+"""Its former name: elsewhere a job is what a runtime model predicts."""
 
 __all__ = [
     "Cluster",

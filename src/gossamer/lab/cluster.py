@@ -1,7 +1,7 @@
 """A cluster in a box: the hosts of a layout, and commands that run on all of them.
 
-The network belongs to `network.py` and the processes to `processes.py`; this is the order in
-which they are made and removed, and the environment a worker finds.
+`network.py` owns the network and `processes.py` the processes; this module orders their creation
+and removal, and sets the environment of workers.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _print_lock = threading.Lock()
 
 
 def print_line(host: str, line: str) -> None:
-    """Print a line of a command's output after the name of the host that it comes from.
+    """Print a line of a command's output, prefixed with its host.
 
-    The words are the command's own, as those that ``subprocess.run`` lets through by default.
+    The output itself is unchanged, as that of a child of ``subprocess.run`` is.
     """
     with _print_lock:
         print(f"[{host}] {line}", flush=True)
@@ -33,7 +33,7 @@ def print_line(host: str, line: str) -> None:
 
 @final
 class Cluster:
-    """Hosts with shaped links, for the length of a `with` block.
+    """Hosts with shaped links, which exist for the duration of a `with` block.
 
     ```python
     with Cluster(one_switch(4, "300mbit")) as cluster:
@@ -59,7 +59,7 @@ class Cluster:
 
     @property
     def id(self) -> str:
-        """What another process names this lab by."""
+        """The id by which another process names this lab."""
         return self._network.id
 
     def start(
@@ -96,7 +96,7 @@ class Cluster:
         sink: Sink = print_line,
         timeout_s: float = math.inf,
     ) -> None:
-        """Run a command on every host until it has ended on all; see `HostProcesses.wait`."""
+        """Run a command on every host and wait for it; see `HostProcesses.wait`."""
         self.start(command, environment=environment, sink=sink).wait(timeout_s)
 
     def cut(self, link: str) -> None:
@@ -112,7 +112,7 @@ class Cluster:
         set_link(self.id, link, up=True)
 
     def sent_bytes(self) -> list[int]:
-        """Return the bytes that each host put on its link so far, frame headers included."""
+        """Return the bytes that each host has sent on its link, frame headers included."""
         return [sent_bytes(self._network.namespace(host.name)) for host in self.layout.hosts]
 
     def measure(self, window_s: float = 0.5) -> list[Measurement]:
@@ -121,7 +121,7 @@ class Cluster:
 
 
 def _worker_environment(layout: Layout, host: Host) -> dict[str, str]:
-    """Return the environment of the worker on a host: this process's, and what torchrun sets."""
+    """Return the environment of a host's worker: this process's, and torchrun's variables."""
     return {
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",

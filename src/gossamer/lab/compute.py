@@ -1,8 +1,8 @@
-"""Compute that is emulated by sleeping, so that a benchmark depends on the network alone.
+"""Compute emulated by sleeping, so that a benchmark depends on the network only.
 
-A layer sleeps for its share of the forward and of the backward pass, between real parameters, so
-that gradients become ready one after the other as in a real network. All layers of a model share
-one pace: an iteration is slow or fast as a whole.
+A layer sleeps for its part of the forward and of the backward pass, between real parameters, so
+that gradients become ready one after the other as in a real model. All layers of a model share one
+pace: an iteration is slow or fast in all of them.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch import Tensor, nn
 class Pace:
     """The normalized compute time of the current iteration: mean 1 and a given variance.
 
-    Drawn from a gamma distribution, which is positive and has two parameters to meet the two
-    moments. Measured variances: 0.0017 (ResNet-50 on images), 0.0134 (transformer, translation);
+    Drawn from a gamma distribution, which is positive and has two parameters for the two moments.
+    Measured variances: 0.0017 (ResNet-50 on images), 0.0134 (transformer, translation);
     arXiv:2410.11998.
 
     Args:
-        variance: of the normalized time; 0 for an even pace.
-        seed: different for each worker, or all are slow together.
+        variance: of the normalized time; 0 for a constant pace.
+        seed: must differ between workers: with one seed all would be slow at the same steps.
     """
 
     def __init__(self, variance: float, seed: int) -> None:
@@ -58,7 +58,7 @@ class _Sleep(torch.autograd.Function):
 
 @final
 class SleepLayer(nn.Module):
-    """Pass values and gradients through unchanged, later.
+    """The identity in both passes, after a delay.
 
     Args:
         forward_s: how long the forward pass takes at the mean pace.
@@ -73,16 +73,16 @@ class SleepLayer(nn.Module):
         self.pace = pace
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Sleep, and return what came in."""
+        """Sleep, and return the inputs."""
         output: Tensor = _Sleep.apply(inputs, self)  # pyright: ignore[reportAssignmentType]
         return output
 
 
 @final
 class EmulatedModel(nn.Module):
-    """Square linear layers, each followed by its share of the emulated compute.
+    """Square linear layers, each followed by its part of the emulated compute.
 
-    The batch should be small: what the layers themselves compute comes on top.
+    The batch should be small: the layers' own compute comes on top.
 
     Args:
         num_params: how many parameters, about; split evenly over the layers.
@@ -109,7 +109,7 @@ class EmulatedModel(nn.Module):
         self.layers = nn.Sequential()
         for _ in range(num_layers):
             linear = nn.Linear(self.width, self.width, bias=False)
-            # Keeps the scale of values and gradients through any number of layers.
+            # Variance 1/width keeps the scale of values and gradients through many layers.
             nn.init.normal_(linear.weight, std=1 / math.sqrt(self.width))
             self.layers.append(linear)
             self.layers.append(
@@ -117,6 +117,6 @@ class EmulatedModel(nn.Module):
             )
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Run one iteration's forward pass at a pace of its own."""
+        """Run a forward pass, at a pace drawn for this iteration."""
         self.pace.advance()
         return self.layers(inputs)

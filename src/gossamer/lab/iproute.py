@@ -1,7 +1,7 @@
-"""Calls of `ip` and `tc`, and what their refusals mean to a user.
+"""Calls of `ip` and `tc`, and their failures as errors for a user.
 
-Every refusal is a UserError: after `check_machine` what remains is a kernel that lacks a part or a
-container that forbids it, and both are for the user to change.
+Every failure is a UserError: after `check_machine` the remaining causes are a kernel that lacks a
+module or a container without the privilege, and both are for the user to change.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _UNKNOWN_PART = re.compile(
 
 
 def check_machine() -> None:
-    """Raise a UserError that says what is missing where a lab cannot be made."""
+    """Raise a UserError that says what is missing where this machine cannot run a lab."""
     if os.geteuid() != 0:
         raise UserError(
             f"a lab must be run as root to make network namespaces, got user id {os.geteuid()}; "
@@ -36,13 +36,13 @@ def check_machine() -> None:
 
 
 def configure(tool: str, namespace: str, lines: Sequence[str], *, needs: str = "") -> None:
-    """Carry out the lines of a batch within a namespace.
+    """Run a batch of commands in a namespace.
 
     Args:
         tool: `ip` or `tc`.
-        namespace: where.
+        namespace: where to run them.
         lines: its commands, without the tool's name.
-        needs: the part of the kernel that they rely on, for the error.
+        needs: the kernel module that they rely on, for the error.
     """
     run(tool, "-n", namespace, "-batch", "-", lines=lines, needs=needs)
 

@@ -1,4 +1,4 @@
-"""Which hosts a lab has and how fast their links are: a value, parsed from what a user writes.
+"""The hosts of a lab and the rates of their links: an immutable value, parsed from a string.
 
 Pure: nothing here touches the kernel. Rates are bits per second on the wire, frame headers
 included.
@@ -25,20 +25,20 @@ class Host:
     """One worker's host: a network namespace with one link."""
 
     rank: int
-    """Position among all hosts, and the torch rank of the worker that runs on it."""
+    """Index among all hosts, and the rank of the worker that runs on it."""
 
     node: int
     """The node it belongs to; without a layout of nodes every host is its own."""
 
     local_rank: int
-    """Position within its node."""
+    """Index within its node."""
 
     rate_bits_s: int
     """Rate of its link, in each direction."""
 
     @property
     def name(self) -> str:
-        """What output is prefixed with, and what `cut` and `restore` take."""
+        """Prefix of its output, and the name that `cut` and `restore` take."""
         return f"host{self.rank}"
 
     @property
@@ -89,7 +89,7 @@ def one_switch(num_hosts: int, rates: str) -> Layout:
     >>> [host.rate_bits_s for host in one_switch(2, "300mbit,1gbit").hosts]
     [300000000, 1000000000]
     """
-    _check_size(num_hosts)  # first: a list of all of them may not fit in memory
+    _check_size(num_hosts)  # before a list of them is built, which may not fit in memory
     given = rates.split(",")
     if len(given) not in (1, num_hosts):
         raise UserError(
@@ -106,7 +106,7 @@ def one_switch(num_hosts: int, rates: str) -> Layout:
 
 
 def parse_layout(text: str) -> Layout:
-    """Return nodes of several workers: fast inside, slow between.
+    """Return a layout of nodes with several workers each: fast inside, slow between.
 
     Args:
         text: `NODESxWORKERS:INSIDE/BETWEEN`, the rate of each worker's link to its node's

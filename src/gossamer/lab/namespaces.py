@@ -1,7 +1,8 @@
-"""The namespaces of labs: their names, who owns them, what runs in them, and their removal.
+"""The network namespaces of labs: their names, owners, processes, and removal.
 
-A name carries the owner's process id and start time: that is how a later lab tells what a dead
-one left behind from what a living one uses. Nothing without such a name is ever touched.
+A name contains the owner's process id and start time, because process ids are reused: that is how a
+later lab tells the leftovers of a dead one from the namespaces of a running one. Namespaces without
+such a name are never touched.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from gossamer.errors import UserError
 from gossamer.lab.iproute import run
 
 FILES = Path("/etc/netns")
-"""Where `ip netns exec` finds files that a namespace sees in place of those of /etc."""
+"""Where `ip netns exec` finds the files that it mounts over those of /etc."""
 
 _NETNS = Path("/run/netns")
 _NAME = re.compile(r"(gossamer-(\d+)-(\d+)-\d+)\.(switch|host\d+)")
@@ -34,17 +35,17 @@ T = TypeVar("T")
 
 
 def new_lab() -> str:
-    """Return an id for a lab of this process, with which the names of its namespaces begin."""
+    """Return an id for a lab of this process: the prefix of its namespaces' names."""
     return f"gossamer-{os.getpid()}-{_start_time(os.getpid())}-{next(_numbers)}"
 
 
 def living_labs() -> list[str]:
-    """Return the ids of the labs whose owner runs."""
+    """Return the ids of the labs whose owner is running."""
     return sorted({lab for lab, alive in _labs() if alive})
 
 
 def sweep() -> None:
-    """Remove what labs left behind whose owner is dead; leave living ones alone."""
+    """Remove the leftovers of labs whose owner is dead; running ones are not touched."""
     for lab in sorted({lab for lab, alive in _labs() if not alive}):
         remove(lab)
 
@@ -61,19 +62,19 @@ def _start_time(pid: int) -> str:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return ""
-    # Field 22, counted after the command's name, which may hold spaces and brackets.
+    # Field 22, counted after the command's name, which may contain spaces and brackets.
     return stat.rpartition(")")[2].split()[19]
 
 
 def remove(lab: str) -> None:
-    """End every process in the namespaces of a lab and remove them, and their files."""
+    """Kill every process in the namespaces of a lab, then remove the namespaces and their files."""
     namespaces = [path for path in _NETNS.glob(f"{lab}.*") if _NAME.fullmatch(path.name)]
     _end_processes(namespaces)
     for path in namespaces:
         try:
             run("ip", "netns", "delete", path.name)
         except UserError:
-            # Two labs that start together may clean up after the same dead one.
+            # Already gone: two labs that start together may clean up after the same dead one.
             if path.exists():
                 raise
     for folder in FILES.glob(f"{lab}.*"):
@@ -98,7 +99,7 @@ def _pids_inside(namespaces: Iterable[Path]) -> list[int]:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Return what tells a namespace from others; None if it is gone or not ours to see."""
+    """Return what identifies a namespace; None if it is gone or may not be read."""
     try:
         status = path.stat()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -107,7 +108,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def run_inside(namespace: str, function: Callable[[], T]) -> T:
-    """Call a function from within a namespace; the sockets that it makes stay in there."""
+    """Call a function inside a namespace; sockets that it creates stay in that namespace."""
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -118,7 +119,7 @@ def run_inside(namespace: str, function: Callable[[], T]) -> T:
         except BaseException as error:
             errors.append(error)
 
-    # In a thread of its own, because setns moves one thread and this one ends here.
+    # In its own thread: setns moves the calling thread, which must not go on to run other code.
     thread = threading.Thread(target=call, name=f"inside-{namespace}")
     thread.start()
     thread.join()

@@ -1,7 +1,7 @@
-"""What a lab makes in the kernel: hosts, links and shapers; made, cut, counted and removed.
+"""What a lab creates in the kernel: hosts, links and shapers.
 
-Everything lives in namespaces of its own (one per host, one for the switch), so no interface,
-address or route of the machine changes, and removing the namespaces removes all of it.
+Everything is in its own namespaces (one per host, one for the switch), so no interface, address or
+route of the machine changes, and removing the namespaces removes all of it.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ INTERFACE = "eth0"
 """The one link of every host, as seen from inside."""
 
 _BURST_S = 3e-3
-"""What a link may send at once after a pause, in time; covers a timer that fires late."""
+"""Burst of a link after a pause, as time at its rate; covers a timer that fires late."""
 
 _MIN_BURST_BYTES = 16 * 1024
 _HOST_QUEUE_S = 50e-3
-"""What a host's own end of its link holds before it drops, in time."""
+"""Queue of a host's end of its link before it drops packets, as time at its rate."""
 
 _MIN_HOST_QUEUE_BYTES = 256 * 1024
 _SWITCH_QUEUE_BYTES = 16 * 1024 * 1024
-"""What a port of the switch holds before it drops: about the buffer of a switch in a rack. Several
-hosts send to one port, and with a short queue they lose packets and wait for timeouts of TCP."""
+"""Queue of a port of the switch before it drops packets: about the buffer of a top-of-rack switch.
+Several hosts send to one port; with a shorter queue they lose packets and wait for TCP timeouts."""
 
 _MAX_SEGMENT_BYTES = 64 * 1024
 _ACKNOWLEDGEMENT = "match u8 6 0xff at 9 match u16 52 0xffff at 2 match u8 0x10 0xff at 33"
-"""TCP without data: 20 + 32 bytes of headers, timestamps included, and of all flags ACK alone.
-Those after a loss are longer, and wait."""
+"""Pure TCP acknowledgements: 20 + 32 bytes of headers, timestamps included, and only the flag ACK.
+Those after a loss (SACK) are longer, and queue with the data."""
 
 _TCP = Path("/proc/sys/net/ipv4")
 _SETTINGS = {
-    # Every kernel has it, so that figures do not depend on the machine's own choice.
+    # Every kernel has it, so that measurements do not depend on the machine's default.
     "tcp_congestion_control": "reno",
-    # Least, usual and most bytes that a connection may have on its way. A round trip takes 0.1 ms
-    # here, so half a megabyte fills 10 Gbit/s; by default connections fill the queues of ports
-    # that they share, and then wait for timeouts.
+    # Minimum, default and maximum bytes that a connection may have in flight. A round trip takes
+    # 0.1 ms here, so half a megabyte fills 10 Gbit/s; with the kernel's default, connections fill
+    # the queues of ports that they share, and then wait for timeouts.
     "tcp_wmem": "4096 16384 524288",
-    # The switch tells acknowledgements by their length.
+    # The switch recognizes acknowledgements by their length, which timestamps are part of.
     "tcp_timestamps": "1",
 }
 _LINK = re.compile(r"(host|node)\d+")
@@ -65,7 +65,7 @@ class Network:
         return f"{self.id}.{name}"
 
     def make(self) -> None:
-        """Make everything, after removing what dead labs left; on failure, remove it again."""
+        """Create everything, after removing the leftovers of dead labs; on failure, clean up."""
         check_machine()
         namespaces.sweep()
         try:
@@ -77,7 +77,7 @@ class Network:
             raise
 
     def remove(self) -> None:
-        """End every process in the namespaces and remove them."""
+        """Kill every process in the namespaces, then remove the namespaces."""
         namespaces.remove(self.id)
 
     def _make_switch(self) -> None:
@@ -118,8 +118,8 @@ class Network:
         _shape_port(switch, host.name, host.rate_bits_s)
 
     def _write_hosts_file(self, folder: Path) -> None:
-        # Names for the addresses, or each connection waits for a name server that is not there.
-        # Both forms of an address, because a socket that takes IPv6 reports the second.
+        # Names for the addresses: without them each connection waits for a name server that cannot
+        # be reached. Both forms of an address, because a dual-stack socket reports the second.
         lines = [f"{host.address} {host.name}" for host in self._layout.hosts]
         lines += [f"::ffff:{line}" for line in lines]
         try:
@@ -131,12 +131,12 @@ class Network:
             ) from error
 
     def run_inside(self, host: str, function: Callable[[], T]) -> T:
-        """Call a function from within a host; the sockets that it makes stay in there."""
+        """Call a function inside a host; sockets that it creates stay in its namespace."""
         return namespaces.run_inside(self.namespace(host), function)
 
 
 def sent_bytes(namespace: str = "") -> int:
-    """Return the bytes that a host put on its link so far, frame headers included.
+    """Return the bytes that a host has sent on its link, frame headers included.
 
     Args:
         namespace: the host's namespace; by default the one this process runs in.
@@ -153,7 +153,7 @@ def set_link(lab: str, name: str, *, up: bool) -> None:
     Args:
         lab: the lab's id.
         name: a host (`host0`), or an uplink (`node0`).
-        up: whether it is restored or cut.
+        up: True restores it, False cuts it.
     """
     switch = f"{lab}.switch"
     devices = cast("list[dict[str, str]]", json.loads(run("ip", "-n", switch, "-j", "link")))
@@ -184,12 +184,12 @@ def _shape_port(switch: str, port: str, bits_s: int) -> None:
     """Shape what leaves a port of the switch, acknowledgements first.
 
     In one queue they would wait behind the data of the other direction. On paths as short as these,
-    traffic both ways then alternates: one direction stands still until the other's queue is empty
-    and lets its acknowledgements through (Zhang, Shenker and Clark, SIGCOMM 1991).
+    two-way traffic then alternates: one direction stalls until the other's queue has drained and
+    lets its acknowledgements through (Zhang, Shenker and Clark, SIGCOMM 1991).
     """
     burst = _burst(bits_s)
     whole = f"ceil {bits_s} cburst {burst} quantum {_MAX_SEGMENT_BYTES}"
-    # Both classes own next to nothing and borrow the link's rate, the one with prio 0 first.
+    # Both classes are guaranteed 1 % and borrow the rest of the link's rate, prio 0 first.
     borrowed = f"rate {max(1, bits_s // 100)} burst {_MIN_BURST_BYTES} {whole}"
     classes = [
         f"qdisc add dev {port} root handle 1: htb default 3",
@@ -209,6 +209,6 @@ def _burst(bits_s: int) -> int:
 
 
 def _bound_segments(namespace: str, device: str, bits_s: int) -> None:
-    # A host's shaper would cut a segment larger than the burst into frames, on our processors.
+    # A segment larger than the burst would be split into frames in software, which costs CPU time.
     segment = min(_MAX_SEGMENT_BYTES, _burst(bits_s) * 3 // 4)
     configure("ip", namespace, [f"link set {device} gso_max_size {segment}"])

@@ -1,8 +1,8 @@
 """One command on every host: started together, output prefixed, the first failure ends all.
 
-Each process is the leader of a session of its own, so that a signal from the terminal reaches
-only the lab, which then ends the processes in order. Two threads belong to each: one copies its
-output, one waits for its end; the thread that called `start` owns everything else.
+Each process leads its own session, so that a signal from the terminal reaches only the lab, which
+then ends the processes in order. Each has two threads: one copies its output, one waits for its
+exit; the thread that called `start` owns everything else.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from typing import IO, final
 from gossamer.errors import UserError
 
 Sink = Callable[[str, str], None]
-"""Takes a host's name and one line of its output; called from several threads."""
+"""Takes a host's name and one line of its output; must be thread-safe, one thread per host."""
 
 _TAIL_LINES = 40
 _GRACE_S = 5.0
 """How long a process may take to end after SIGTERM, before SIGKILL."""
 
 _DRAIN_S = 1.0
-"""How long the last output of an ended process may take to arrive."""
+"""How long to wait for the last output of a process that has exited."""
 
 
 class HostFailed(Exception):
@@ -56,15 +56,15 @@ class Launch:
 
 @final
 class HostProcesses:
-    """The processes of one command, which runs on several hosts.
+    """The processes of one command on several hosts.
 
-    The thread that starts it must outlive it: the kernel ends the processes when that thread
-    ends, which is what leaves none behind after a `kill -9` of the lab.
+    The thread that starts it must outlive it: processes have the parent-death signal, which the
+    kernel sends when that *thread* exits. It leaves none behind after a `kill -9` of the lab.
 
     Args:
         command: the program and its arguments.
         launches: the hosts it runs on.
-        sink: where lines of output go.
+        sink: gets the lines of output.
     """
 
     def __init__(self, command: Sequence[str], launches: Sequence[Launch], sink: Sink) -> None:
@@ -108,7 +108,7 @@ class HostProcesses:
         """Return when the command has ended on every host.
 
         Args:
-            timeout_s: how long it may take; by default as long as it takes.
+            timeout_s: how long it may take; by default there is no limit.
 
         Raises:
             HostFailed: it failed on a host; it has been ended on the others.
@@ -119,9 +119,7 @@ class HostProcesses:
         try:
             while self._running:
                 host, code = self._next_end(deadline)
-                if (
-                    self._sink_error is not None
-                ):  # it closed the host's output: no failure of its own
+                if self._sink_error is not None:  # its failure ended the command, not the host's
                     break
                 if code != 0:
                     raise self._failure(host, code)
@@ -131,9 +129,9 @@ class HostProcesses:
             raise self._sink_error
 
     def stop(self) -> None:
-        """End the command wherever it still runs: SIGTERM, then SIGKILL after a grace."""
-        # Asks the processes themselves, not the threads that wait for them: a signal may have come
-        # while a process had been started and its threads not yet.
+        """End the command wherever it still runs: SIGTERM, then SIGKILL after a grace period."""
+        # Polls the processes, not the threads that wait for them: a signal may have arrived after a
+        # process was started and before its threads were.
         for number in (signal.SIGTERM, signal.SIGKILL):
             alive = [process for process in self._processes.values() if process.poll() is None]
             for process in alive:
@@ -153,18 +151,18 @@ class HostProcesses:
             host, code = self._ended.get(timeout=None if left == math.inf else max(left, 0.0))
         except queue.Empty:
             hosts = ", ".join(sorted(self._running))
-            raise TimeoutError(f"waited in vain for the command to end on {hosts}") from None
+            raise TimeoutError(f"the command did not end in time on {hosts}") from None
         self._running.discard(host)
         return host, code
 
     def _failure(self, host: str, code: int) -> HostFailed:
         self._readers[host].join(_DRAIN_S)
-        # A shell's convention for a process that a signal ended.
+        # The shell's convention for a process that was ended by a signal: 128 + its number.
         shown = 128 - code if code < 0 else code
         return HostFailed(host, shown, "\n".join(self._tails[host]))
 
     def _copy_output(self, host: str, stream: IO[bytes]) -> None:
-        # Where our own output is closed (a pipe to head) theirs is closed too, and they end.
+        # Where our own stdout is closed (a pipe to head) theirs is closed too, and they end.
         with stream, contextlib.suppress(BrokenPipeError):
             for line in stream:
                 text = line.decode(errors="replace").rstrip("\r\n")
@@ -173,7 +171,7 @@ class HostProcesses:
                     self._sink(host, text)
                 except BrokenPipeError:
                     raise
-                except Exception as error:  # a thread's own would be lost
+                except Exception as error:  # raised in this thread it would be lost
                     self._sink_error = self._sink_error or error
                     return
 
@@ -184,7 +182,7 @@ def find_program(command: Sequence[str]) -> str:
     if program is None:
         given = repr(command[0]) if command else "nothing"
         raise UserError(
-            f"the command must begin with a program that exists and may be run, got {given}; "
+            f"the command must begin with an executable program, got {given}; "
             "give its path, for example -- python train.py"
         )
     return program

@@ -1,7 +1,7 @@
-"""Measure the rate between hosts with plain TCP and compare it with what was asked for.
+"""Measure the rate between hosts with plain TCP and compare it with the requested one.
 
-The sockets are made inside the hosts and driven by threads of this process, so nothing has to
-be installed or started there. A rate is on the wire: payload plus the headers of its frames.
+The sockets are created inside the hosts and driven by threads of this process, so nothing has to be
+installed or started there. A rate is on the wire: payload plus the headers of its frames.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gossamer.lab.network import Network
 from gossamer.rates import format_rate
 
 TOLERANCE = 0.05
-"""Largest relative difference between the rate asked for and the rate measured."""
+"""Largest relative difference between the requested and the measured rate."""
 
 _PORT = 29400
 _CHUNK_BYTES = 256 * 1024
@@ -41,7 +41,7 @@ class Measurement:
 
     @property
     def error(self) -> float:
-        """Relative difference from what was asked for."""
+        """Relative difference from the requested rate."""
         return self.measured_bits_s / self.asked_bits_s - 1
 
     @property
@@ -72,7 +72,7 @@ def measure(network: Network, layout: Layout, window_s: float = 0.5) -> list[Mea
 def _measure_pair(
     network: Network, layout: Layout, source: Host, target: Host, window_s: float
 ) -> Measurement:
-    """Measure a path, again where it does not hold: a busy machine only ever looks slower."""
+    """Measure a path, and retry where it is off: a busy machine can only appear slower."""
     tries: list[Measurement] = []
     while len(tries) < _TRIES and not (tries and tries[-1].holds):
         measured_bits_s = _measure_path(network, source, target, window_s)
