@@ -409,7 +409,7 @@ def whole_tensors(parameters: Any) -> SGD:
 def test_moments_of_an_optimizer_per_worker_are_refused() -> None:
     """A simulation has no stacked moment of optimizers that look at whole tensors."""
     text = "mixed_moments(moment=momentum_buffer)"
-    with pytest.raises(UserError, match="computes each number by itself"):
+    with pytest.raises(UserError, match="needs an elementwise optimizer"):
         Simulation(make_model(), nn.functional.mse_loss, whole_tensors, 4, "ring", algorithm=text)
 
 

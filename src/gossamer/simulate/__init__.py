@@ -1,4 +1,4 @@
-"""W virtual workers in one process, equal to the real run."""
+"""W virtual workers in one process, equal to the distributed run up to rounding."""
 
 from gossamer.seeds import worker_seed
 from gossamer.simulate.centralized import Centralized

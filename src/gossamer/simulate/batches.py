@@ -11,12 +11,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from gossamer.errors import UserError
 
-# Torch's walk through a structure takes longer than most functions of one tensor: what most batches
-# and all named tensors are spares it.
+# torch's pytree takes longer than most functions of one tensor: tensors, and dicts and tuples of
+# them, the common cases, do without it.
 
 
 def each(function: Callable[[Tensor], Tensor], tensors: Any) -> Any:
-    """Return what a function makes of every tensor, in the same structure."""
+    """Return a function of every tensor, in the same structure (a tree map)."""
     if isinstance(tensors, Tensor):
         return function(tensors)
     if type(tensors) is dict:
@@ -42,7 +42,7 @@ def check_workers(tensors: Any, what: str, num_workers: int) -> None:
 
 
 def select(tensors: Any, index: int | slice, dtype: torch.dtype) -> Any:
-    """Return the rows of some workers, floating-point ones in the given dtype."""
+    """Return the rows of some workers, floating-point tensors cast to the given dtype."""
 
     def row(tensor: Tensor) -> Tensor:
         chosen = tensor[index]

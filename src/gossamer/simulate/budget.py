@@ -1,4 +1,4 @@
-"""Memory of activations: what a simulation leaves for them, and what a forward pass keeps."""
+"""The memory budget of activations, and the memory that a forward pass saves for backward."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from gossamer.errors import UserError
 from gossamer.memory import free_bytes
 
 _BACKWARD = 2
-"""A backward pass holds about as much again as what the forward pass kept."""
+"""A backward pass needs about as much memory as the forward pass saved, on top of it."""
 
 _KEPT_COPIES = 0.7
-"""What a forward pass should keep at most, in copies of all workers' parameters: with the backward
-pass activations are 1.4 copies, beside three or more that are there anyway."""
+"""Soft limit on what a forward pass saves, in copies of all workers' parameters: with the backward
+pass activations are 1.4 copies, next to three or more of parameters, gradients and state."""
 
 _SMALL_BYTES = 24 << 20
-"""What any simulation may take: less would cost time and save nothing that counts."""
+"""What any simulation may use: less would cost time and save no memory that matters."""
 
 
 class MemoryBudget(NamedTuple):
-    """Memory for the activations of workers that go together, in bytes."""
+    """Memory for the activations of one chunk of workers, in bytes."""
 
     good: float
-    """What several of them should keep to, whatever the machine has."""
+    """Soft limit on a chunk of several workers, the same on every machine."""
 
     most: float
-    """What there is."""
+    """Hard limit, the available memory."""
 
 
 def memory_budget(
@@ -42,13 +42,13 @@ def memory_budget(
     num_workers: int,
     one_model: bool = False,
 ) -> MemoryBudget:
-    """Return what is left for activations, as a forward pass keeps them.
+    """Return the memory left for activations, as a forward pass saves them.
 
         held = c (2 model + state)            with c = W copies, or 1 where there is one model
-        most = (memory - held) / 2            the backward pass takes as much again
+        most = (memory - held) / 2            the backward pass needs as much again
         good = max(0.7 W model, (24 MB - held) / 2)
 
-    One model's activations may take what those of W models may: they are of as many samples.
+    Activations of one shared model get as much as those of W models: they are of as many samples.
 
     Args:
         memory_gb: most memory of the simulation; None for what is free.
@@ -80,10 +80,10 @@ def memory_budget(
 
 @contextmanager
 def saved_bytes(given: Iterable[Tensor]) -> Generator[dict[int, int], None, None]:
-    """Collect the memory that is kept for a backward pass: bytes by address.
+    """Collect the memory that autograd saves for backward: bytes by address.
 
     Args:
-        given: what is there anyway, and does not count.
+        given: tensors that exist anyway, and do not count.
     """
     known = {_address(tensor) for tensor in given}
     saved: dict[int, int] = {}

@@ -1,6 +1,6 @@
 """Centralized data-parallel training of W workers: averaged gradients, one model.
 
-What DistributedDataParallel computes on W ranks, without W copies of anything but activations.
+What DistributedDataParallel computes on W ranks, with one copy of everything but activations.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Centralized:
         self.num_steps = 0
         self.num_workers = workers
         self._clip_norm = clip_norm
-        optimizer = with_num_workers(optimizer, 1)  # of one model, whoever computes its gradient
+        optimizer = with_num_workers(optimizer, 1)  # all workers share one model and its optimizer
         template = make_template(
             model, loss, optimizer, workers, dtype, seed, memory_gb, gradients, one_model=True
         )
@@ -96,7 +96,7 @@ class Centralized:
 
     def _gradient(self, inputs: Any, targets: Any) -> Tensor:
         """Compute each worker's loss and the mean gradient; return the losses, [W]."""
-        # Buffers as they are now: every worker starts from them, and worker 0 changes them.
+        # Every worker starts from the buffers as they are now; only worker 0's changes are kept.
         start = {name: buffer.clone() for name, buffer in self._buffers.items()}
         workers = AllWorkers(
             self.num_workers, self._trained, start, inputs, targets, one_model=True
@@ -108,7 +108,7 @@ class Centralized:
             self._add(computed.gradients)
             if computed.chunk.workers.start == 0:
                 self._keep_buffers(computed)
-            del computed  # or its gradients would be held while the next chunk is computed
+            del computed  # its gradients must not live on while the next chunk is computed
         return losses_W
 
     def _add(self, gradients: Mapping[str, Tensor | None]) -> None:
@@ -116,11 +116,11 @@ class Centralized:
             if grad is None:
                 continue
             p = self._trained[name]
-            # Gradients may share memory with each other, or be one number for many.
+            # Cloned: autograd's gradients may alias each other, or be expanded views.
             p.grad = grad.clone() if p.grad is None else p.grad.add_(grad)
 
     def _keep_buffers(self, computed: ChunkGradients) -> None:
-        """Keep those of the first worker of a chunk."""
+        """Keep the buffers of the first worker of a chunk."""
         after = {**computed.chunk.buffers, **computed.replaced}
         several = isinstance(computed.chunk.index, slice)
         for name, buffer in self._buffers.items():
@@ -139,7 +139,7 @@ class Centralized:
         return self.average()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a later run needs to continue, as ``Simulation.state_dict`` does."""
+        """Return the state, as ``Simulation.state_dict`` does."""
         return {
             "num_steps": self.num_steps,
             "model": self._model.state_dict(),

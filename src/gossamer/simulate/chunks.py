@@ -1,14 +1,14 @@
-"""How many workers go together, or whether they go one after the other.
+"""Chunks of workers: how many are computed together under vmap, or one at a time in a loop.
 
-Together is faster where a worker's own work is small, and impossible where a model does what vmap
-refuses; so both are there. Which it is follows from the number of workers and from the memory that
-the forward pass of a few workers keeps, and from nothing that is timed: methods differ in the last
-bits, and a run must come to the same bits again. The thresholds were found by measurement;
+vmap is faster where a worker's own work is small, and impossible where a model does what vmap does
+not support; so both exist. The choice follows from the number of workers and from the memory that
+the forward pass of a few workers saves, and from nothing that is timed: the methods differ in the
+last bits, and a run must be reproducible to the bit. The thresholds were found by measurement;
 ``python -m benchmarks.chunks`` prints what they cost against the best of the others.
 
-How many go together follows from the memory that one worker's activations take: too few and calls
-cost more than arithmetic, too many and activations leave the cache. Chunks also bound the memory
-that a step needs.
+The chunk size follows from the memory of one worker's activations: in small chunks kernel launches
+cost more than arithmetic, in large ones activations leave the cache. Chunks also bound the memory
+of a step.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from gossamer.simulate.workers import AllWorkers
 _METHODS = ("auto", "vmap", "loop")
 
 _CHUNK_BYTES = 24 << 20
-"""Activations of the workers that go together: they stay in a last-level cache. Of 8 to 128 MB, 24
-is within 4 % of the best for convnets, LSTMs and transformers of 64 and 256 workers."""
+"""Activations of a chunk, which should stay in the last-level cache. Of 8 to 128 MB, 24 is within
+4 % of the best for convnets, LSTMs and transformers of 64 and 256 workers."""
 
 _FEWEST = 4
-"""Workers that go together: two take longer than in the loop, three take as long."""
+"""The smallest chunk under vmap: two workers take longer than in the loop, three as long."""
 
 _LAYER_BYTES = 150 << 10
-"""What a layer keeps of one worker, from which on its arithmetic outweighs the call: the loop is as
-fast then, or faster, because torch's kernels for one worker are better than those for many."""
+"""Saved bytes per layer and worker above which arithmetic outweighs the call: the loop is then as
+fast or faster, because torch's kernels for one worker are better than its batched ones."""
 
 _PROBED = 4
-"""Workers that the first vmap runs on, to see whether it works and what memory it takes."""
+"""Workers of the first vmap, which probes whether vmap works and how much memory it takes."""
 
 _LOOP = 0
-"""In place of the size of a chunk: one worker after the other, without vmap."""
+"""Sentinel chunk size: one worker after the other, without vmap."""
 
 
 @final
@@ -52,7 +52,7 @@ class ChunkedGradients:
         gradients: computes one chunk.
         num_workers: how many there are.
         method: ``"vmap"``, ``"loop"``, or ``"auto"`` for what should be the faster of them.
-        budget: memory for the activations of workers that go together.
+        budget: memory for the activations of a chunk.
     """
 
     def __init__(
@@ -66,15 +66,15 @@ class ChunkedGradients:
         self._budget = budget
         self._method = method
         self._chosen: int | None = _LOOP if method == "loop" else None
-        """Workers that go together, or _LOOP; None until it is known."""
+        """Chunk size, or _LOOP; None until the first step has probed it."""
         self._worker_bytes = 1.0
-        """Activations of one worker; the first step finds them."""
+        """Bytes of one worker's activations; measured in the first step."""
 
     def compute(self, step: int, workers: AllWorkers) -> Iterator[ChunkGradients]:
         """Yield losses and gradients of all workers, chunk by chunk, every worker once.
 
         Args:
-            step: which decides, with the seed, what is drawn.
+            step: seeds, with the seed and the worker, what forward passes draw.
             workers: what to compute at.
         """
         start = 0
@@ -83,15 +83,15 @@ class ChunkedGradients:
         yield from self._chunks(step, workers, range(start, self._num_workers), self._chosen)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the first step has found out, so that a continued run computes as this one.
+        """Return what the first step has measured, so that a resumed run uses the same chunks.
 
-        It would find out the same; but one that has more memory, or another version of the rule,
-        would not.
+        It would measure the same, except with more memory or another version of the rule: other
+        chunks would change the last bits.
         """
         return {"chunk": self._chosen, "worker_bytes": self._worker_bytes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with what has been found out, within the method and the memory given here."""
+        """Continue with the measured values, within the method and the memory given here."""
         chunk = state["chunk"]
         if chunk is None or self._method == ("vmap" if chunk == _LOOP else "loop"):
             return
@@ -114,7 +114,7 @@ class ChunkedGradients:
     ) -> Generator[ChunkGradients, None, tuple[int, int]]:
         """Try a few workers under vmap; return how many have been done, and the size of chunks."""
         done, layer_bytes = 0, 0.0
-        for stop in (1, _PROBED):  # one alone first, in case that there is no memory for more
+        for stop in (1, _PROBED):  # one worker first, in case there is no memory for more
             part = range(done, min(stop, self._num_workers))
             if not part or (done and len(part) * self._worker_bytes > min(self._budget)):
                 break
@@ -138,25 +138,25 @@ class ChunkedGradients:
         try:
             with saved_bytes(chunk.tensors) as saved:
                 done = self._gradients.together(step, chunk)
-        except Exception as error:  # whatever vmap and a model may raise at each other
+        except Exception as error:  # vmap may raise anything on an unsupported model
             refused = (
                 f"workers run one after the other, because {self._gradients.layer_of(error)} does "
-                f"what torch.vmap refuses: {str(error)[:200] or type(error).__name__}"
+                f"what torch.vmap does not support: {str(error)[:200] or type(error).__name__}"
             )
         else:
             yield done
             return saved.values()
         for name, buffer in chunk.buffers.items():
             buffer.copy_(before[name])
-        yield from self._chunks(step, workers, part, _LOOP)  # raises what is not vmap's doing
+        yield from self._chunks(step, workers, part, _LOOP)  # raises, if not vmap's fault
         warnings.warn(refused, stacklevel=6)
         return None
 
     def _rule(self, layer_bytes: float) -> int:
-        """Return how many workers go together, by what they keep.
+        """Return the chunk size, from the memory that workers save for backward.
 
         Args:
-            layer_bytes: what a layer keeps of one worker, on average.
+            layer_bytes: what a layer saves of one worker, on average.
         """
         good, most = self._budget
         if self._worker_bytes > most:
@@ -166,7 +166,7 @@ class ChunkedGradients:
                 "at a time and take it all the same: use smaller batches or more memory_gb",
                 stacklevel=6,
             )
-        # Memory has no say in the method, so that machines differ in the size of chunks at most.
+        # Memory must not decide between vmap and loop: machines may differ in chunk sizes only.
         size = self._equal(min(_CHUNK_BYTES, good))
         if self._method == "auto" and (size < _FEWEST or layer_bytes > _LAYER_BYTES):
             return _LOOP
@@ -174,16 +174,16 @@ class ChunkedGradients:
         if capped < size and self._worker_bytes <= most:
             warnings.warn(
                 f"there is memory for the activations of {capped} workers at a time, where "
-                f"{size} would be faster; the last bits of a run may depend on that: to have "
-                "the same ones again, give the same memory_gb",
+                f"{size} would be faster; the last bits of a run may depend on that: to reproduce "
+                "them, give the same memory_gb",
                 stacklevel=6,
             )
         return capped
 
     def _equal(self, num_bytes: float) -> int:
-        """Return how many workers keep no more than so much, at least one, in equal chunks."""
+        """Return the chunk size whose activations fit in ``num_bytes``, in equal chunks."""
         return math.ceil(self._num_workers / math.ceil(self._num_workers / self._most(num_bytes)))
 
     def _most(self, num_bytes: float) -> int:
-        """Return how many workers keep no more than so much, at least one."""
+        """Return how many workers' activations fit in ``num_bytes``, at least one."""
         return max(1, int(min(self._num_workers, num_bytes / self._worker_bytes)))

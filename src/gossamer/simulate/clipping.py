@@ -14,13 +14,13 @@ _EPSILON = 1e-6
 
 
 def check_clip_norm(clip_norm: float) -> None:
-    """Refuse what is no norm."""
+    """Raise on a negative norm."""
     if not clip_norm >= 0:
         raise UserError(f"clip_norm must be at least 0, got {clip_norm}; 0 clips nothing")
 
 
 def clip_each_(parameters: Iterable[Tensor], clip_norm: float) -> None:
-    """Scale down the gradients of workers whose norm over all parameters is more than allowed.
+    """Clip each worker's gradients by their norm over all of its parameters.
 
     Args:
         parameters: [W, ...] each, with gradients or without.

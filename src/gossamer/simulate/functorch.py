@@ -1,7 +1,7 @@
-"""torch.vmap by functorch's own names, with less bookkeeping; here are all of them that are used.
+"""torch.vmap through functorch's private API, with less overhead; the only module that uses it.
 
-They are private: a torch without one of them fails to import this module, and ``vmap.py`` has the
-same in public names.
+With a torch that lacks one of these names this module fails to import, and ``vmap.py`` falls back
+to the public API.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ _batch_size = CVmapInterpreterPtr.batchSize
 
 @final
 class FunctorchVmap:
-    """``Vmap`` without torch's walks through arguments.
+    """``Vmap`` without pytree traversals of arguments.
 
-    They take half a millisecond, as long as some of a small model's products.
+    They take half a millisecond, as long as some matrix products of a small model.
     """
 
     def run(
@@ -59,7 +59,7 @@ class FunctorchVmap:
             _vmap_decrement_nesting()
 
     def below(self, kernel: Callable[..., Any], *args: Any, drawn: bool = False) -> Any:
-        """Return what a kernel makes of all workers' tensors, as each worker sees it."""
+        """Run a kernel on all workers' tensors; return its result as each worker sees it."""
         vmap, level = peek_interpreter_stack(), maybe_current_level()
         if level != 1 or vmap.key() != _VMAP:
             raise NotImplementedError("there is a transform of torch.func inside of the model")

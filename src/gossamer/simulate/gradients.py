@@ -1,6 +1,6 @@
-"""Losses and gradients of a chunk of workers: together under vmap, or of one worker alone.
+"""Losses and gradients of a chunk of workers under vmap, or of a single worker.
 
-A ``Chunk`` goes in, ``ChunkGradients`` come out; who asked for them decides where they are kept.
+From a ``Chunk`` to ``ChunkGradients``; the caller decides where to store them.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ Loss: TypeAlias = Callable[[Any, Any], Tensor]
 
 
 class ChunkGradients(NamedTuple):
-    """What has been computed for a chunk."""
+    """Losses, gradients and buffers of a chunk."""
 
     chunk: Chunk
-    """At what; what had memory in ``into`` may have been written there."""
+    """The inputs; gradients with memory in its ``into`` may have been written there."""
 
     losses: Tensor
     """Of each worker, or of the one."""
 
     gradients: dict[str, Tensor | None]
-    """By name of parameter: the very tensor of ``into``, or another; None where it is not used."""
+    """By parameter name; may alias the tensor in ``into``. None where the parameter is unused."""
 
     replaced: dict[str, Tensor]
-    """By name, the buffers that the forward pass has replaced, and not changed in place."""
+    """By name, the buffers that the forward pass replaced instead of changing in place."""
 
 
 @final
@@ -56,9 +56,9 @@ class WorkerGradients:
     """
 
     def __init__(self, model: nn.Module, loss: Loss, seed: int) -> None:
-        # A copy, because functional_call puts parameters into it. What ran under vmap may stay
-        # there: a cached activation, or a parameter of a module that is there twice. For the same
-        # reason names of one tensor are found here, once.
+        # A copy, because functional_call swaps parameters into it, and tensors of a finished vmap
+        # may remain: a cached activation, or a parameter of a shared module. For the same reason
+        # the names of tied tensors are found here, before any vmap.
         self._model = copy.deepcopy(model)
         self._names = _names(model)
         self._loss = loss
@@ -66,7 +66,7 @@ class WorkerGradients:
         self._vmap: Vmap = PublicVmap() if FunctorchVmap is None else FunctorchVmap()
 
     def alone(self, step: int, chunk: Chunk) -> ChunkGradients:
-        """Compute one worker, and leave torch's generator as it was."""
+        """Compute one worker; torch's default generator is restored afterwards."""
         (worker,) = chunk.workers
         generator = torch.default_generator
         before = generator.get_state()
@@ -106,7 +106,7 @@ class WorkerGradients:
     def _forward(
         self, parameters: NamedTensors, buffers: NamedTensors, inputs: Any, targets: Any
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return a worker's loss, and the buffers that its forward pass has replaced."""
+        """Return a worker's loss, and the buffers that its forward pass replaced."""
         args, kwargs = (), {}
         if isinstance(inputs, dict):
             kwargs = inputs
@@ -143,7 +143,7 @@ def _backward(chunk: Chunk, losses: Tensor, replaced: dict[str, Tensor]) -> Chun
 
 
 def _names(model: nn.Module) -> dict[str, str]:
-    """Return the first name of the same tensor, by name of parameter or buffer."""
+    """Map each name of a parameter or buffer to the first name of the same (tied) tensor."""
     first: dict[int, str] = {}
     named = (
         *model.named_parameters(remove_duplicate=False),

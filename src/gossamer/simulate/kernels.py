@@ -1,9 +1,9 @@
 """Layers for which torch.vmap has no rule, or a slow one, as kernels on stacked tensors.
 
-``StackedKernels`` is active while a model runs under vmap. It sees every torch function that the
-model calls and gives the few in its table a kernel of their own. A kernel gets tensors whose first
-dimension is workers (``stacked.py``, ``lstm.py``) and runs below vmap, where ordinary autograd
-records it.
+``StackedKernels`` is a mode that is active while a model runs under vmap. It intercepts every torch
+function that the model calls and replaces the few in its table by kernels. A kernel gets tensors
+whose first dimension is workers (``stacked.py``, ``lstm.py``) and runs below vmap, where ordinary
+autograd records it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class StackedKernels(TorchFunctionMode):
 
     Args:
         vmap: what workers run under.
-        generators: returns one random generator per worker of the chunk; asked when first needed.
+        generators: returns one random generator per worker of the chunk; called on first use.
         into: for parameters of the chunk, where a kernel may write their gradient.
     """
 
@@ -60,13 +60,14 @@ class StackedKernels(TorchFunctionMode):
 
     @property
     def generators(self) -> list[torch.Generator]:
-        """One per worker; what is drawn from it continues from layer to layer."""
+        """One per worker, shared by all layers: a layer draws where the one before it stopped."""
         if not self._generators:
             self._generators = self._new_generators()
         return self._generators
 
     def into(self, weight: Tensor) -> Tensor | None:
-        """Return where to write a gradient: once, for a weight that is a whole parameter."""
+        """Return the memory for a parameter's gradient, once; None for a view or a second use."""
+        # A tied weight is used twice: a second kernel that wrote here would overwrite the first.
         grad = self._into.get(weight.data_ptr())
         if grad is None or grad.shape != weight.shape or not weight.is_contiguous():
             return None
@@ -103,7 +104,7 @@ def _attention(
         scores = scores.masked_fill(~attn_mask, -torch.inf)
     elif attn_mask is not None:
         scores = scores + attn_mask
-    # As in torch: who may attend to nothing gets zeros, and no gradient.
+    # As in torch: a query whose mask is all false gets zeros, and no gradient.
     alone = (scores == -torch.inf).all(-1, keepdim=True)
     shares = scores.masked_fill(alone, 0.0).softmax(-1).masked_fill(alone, 0.0)
     return _dropout(mode, shares, dropout_p) @ value
@@ -137,13 +138,13 @@ def _embedding(
     y = F.embedding(input, weight)
     if padding_idx is None:
         return y
-    # torch's rule looks up in one table of all workers, where only worker 0's padding is known.
+    # torch's rule uses one table of all workers, in which padding_idx is worker 0's row only.
     padding = padding_idx if padding_idx >= 0 else weight.shape[0] + padding_idx
     return torch.where((input == padding).unsqueeze(-1), y.detach(), y)
 
 
 def _lstm(mode: StackedKernels, *args: Any) -> Any:
-    if isinstance(args[1], Tensor):  # a packed sequence, whose arguments are others
+    if isinstance(args[1], Tensor):  # a packed sequence, which has another signature
         return torch.lstm(*args)
     x, hx, weights, has_biases, num_layers, p, training, bidirectional, batch_first = args
     ways = 2 if bidirectional else 1
@@ -190,10 +191,10 @@ def _cross_entropy(  # noqa: PLR0913 - torch's arguments
 
 
 def _without_override_check(function: Any) -> Any:
-    """Return a function of torch.nn.functional that does not stop at the mode.
+    """Return a function of torch.nn.functional without its ``has_torch_function`` dispatch.
 
-    A mode is off while it handles a function, and would not see what the function calls; and the
-    function hands itself to any mode that is on.
+    A mode is disabled while it handles a function, and would not see the calls inside of it; with
+    the mode enabled again, the function would dispatch to the mode itself, without end.
     """
     names = {**function.__globals__, "has_torch_function": lambda _: False}  # pyright: ignore[reportUnknownLambdaType]
     twin = types.FunctionType(
@@ -223,7 +224,7 @@ def _multi_head_attention(mode: StackedKernels, *args: Any, **kwargs: Any) -> An
 
 
 def _attends_to_itself(given: dict[str, Any]) -> bool:
-    """Return whether samples attend to themselves, all or what came before, and to nothing else."""
+    """Return whether this is plain self-attention, full or causal."""
     query, is_causal = given["query"], given.get("is_causal", False)
     return (
         query is given["key"]

@@ -1,4 +1,4 @@
-"""An LSTM's layer for all workers at once, with a backward pass of its own."""
+"""An LSTM layer for all workers at once, with a custom backward pass."""
 
 # W: workers, T: time, B: batch, I: input features
 
@@ -46,8 +46,8 @@ class StackedLstm(Function):
         ∂ag = ∂c i (1 - g²)                     ∂c_{t-1} = ∂c f,  ∂h_{t-1} = ∂a_t Wh
         ∂Wx = Σ_t ∂a_tᵀ x_t                     ∂Wh = Σ_t ∂a_tᵀ h_{t-1}
 
-    Its own backward pass, because autograd's would add up a gradient of the weight at every time
-    step, where one product over all of them does.
+    A custom backward pass, because autograd would accumulate the weight's gradient at every time
+    step, where one product over all of them is enough.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What a controller observes of simulated workers."""
+"""The observations of simulated workers, for controllers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 @final
 class StackedMeter:
-    """Sketches of all workers at once, from stacked tensors; nothing needs to be waited for."""
+    """Sketches of all workers at once, from stacked tensors; nothing is asynchronous."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer) -> None:
         self._parameters = parameters

@@ -1,9 +1,8 @@
 """x ← W x on stacked tensors, for any Round, in place.
 
-A round is read as whatever costs the fewest passes over memory: none where every worker keeps what
-it has, a mean where all workers average, means of shifted rows where every worker mixes with a few
-at the same distances (rings, exponential graphs), a dense product where rows are full, a sparse
-product otherwise.
+The kernel is the one with the fewest passes over memory: none for the identity, a mean where all
+workers average, means of shifted rows for circulant rounds of low degree (rings, exponential
+graphs), a dense product where rows are full, a sparse product otherwise.
 """
 
 # W: workers, N: numbers per worker
@@ -24,14 +23,14 @@ from gossamer.errors import UserError
 from gossamer.topology import Round
 
 _BLOCK_BYTES = 3 << 20
-"""Products run on blocks of columns of this size, so that a block and its result stay in cache."""
+"""Products run on blocks of columns of this size, so that a block and its result fit in cache."""
 
 _MOST_SHIFTS = 9
-"""Measured at 256 and 1008 workers: up to as many neighbours, rows that are shifted and averaged
-beat a sparse product."""
+"""Measured at 256 and 1008 workers: up to this degree, averaging shifted rows beats a sparse
+product."""
 
 _DENSE_SHARE = 1 / 8
-"""Measured at 1008 workers: above this share of entries a dense product beats a sparse one."""
+"""Measured at 1008 workers: above this density a dense product beats a sparse one."""
 
 _KERNELS_KEPT = 64
 
@@ -100,14 +99,14 @@ def _shifts(round: Round) -> list[tuple[int, float]]:
 
 
 def _nothing(x_WN: Tensor) -> None:
-    """Leave every worker what it has."""
+    """The identity: every worker keeps its parameters."""
 
 
 def _by_shifts(own: float, shares: list[float], parts: list[_RowsFrom], x_WN: Tensor) -> None:
-    """Mix rows at the same distances: neighbours' mean goes aside, a worker's own row joins it.
+    """Mix rows at the same distances: first the neighbours' mean, then a lerp with the own row.
 
-    Means of more and more neighbours, as weights add up to 1: fewer passes over memory than
-    products and sums.
+    A running mean by ``lerp``, as weights sum to 1: fewer passes over memory than products and
+    sums.
 
     Args:
         own: the weight of a worker's own row.
@@ -116,6 +115,7 @@ def _by_shifts(own: float, shares: list[float], parts: list[_RowsFrom], x_WN: Te
         x_WN: mixed in place.
     """
     for block in _columns(x_WN):
+        # All neighbours' rows are read before the block is written: mixing is not in place by row.
         mean = torch.empty_like(block)
         for rows, (first, *rest) in parts:
             into, sofar = mean[rows], block[first]
@@ -136,7 +136,7 @@ def _shift_kernel(num_workers: int, shifts: list[tuple[int, float]]) -> MixKerne
 
 
 def _without_wrap(n: int, shifts: list[int]) -> list[_RowsFrom]:
-    """Cut rows where a shift goes round; return each part, and where it comes from by each shift.
+    """Split rows where a shift wraps around; return each part, and its source by each shift.
 
     >>> _without_wrap(5, [1, -1])[0]
     (slice(0, 1, None), [slice(1, 2, None), slice(4, 5, None)])

@@ -55,17 +55,17 @@ class Replicas:
         self._statistics = {name: self.buffers[name] for name in running_statistics(model)}
         self.weighted = weighted
         self.weight = torch.ones(num_workers, dtype=torch.float64)
-        """How much of the sum of all parameters each worker has, where they are weighted, [W]."""
+        """The push-sum weight of each worker, [W]; ones where parameters are not weighted."""
 
     def gradient_memory(self) -> NamedTensors:
-        """Return the stacked memory of gradients by name, which is kept from step to step."""
+        """Return the stacked memory of gradients by name, which is reused in every step."""
         for parameter in self.parameters.values():
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
         return {n: p.grad for n, p in self.parameters.items() if p.grad is not None}
 
     def keep(self, computed: ChunkGradients) -> set[str]:
-        """Keep a chunk's gradients and replaced buffers; return the parameters that it used."""
+        """Store a chunk's gradients and replaced buffers; return the names of used parameters."""
         into = computed.chunk.into
         used: set[str] = set()
         for name, grad in computed.gradients.items():
@@ -80,7 +80,7 @@ class Replicas:
         return used
 
     def drop_gradients(self, names: set[str]) -> None:
-        """Leave parameters without a gradient: as in torch, an optimizer leaves them alone."""
+        """Set gradients to None: as in torch, an optimizer then skips these parameters."""
         for name in names:
             self.parameters[name].grad = None
 
@@ -91,7 +91,7 @@ class Replicas:
         return sum(s.nbytes for s in mixed) / self.num_workers
 
     def statistics_to_send(self) -> list[Tensor]:
-        """Return copies of what neighbours get of statistics while forward passes change them."""
+        """Return copies of the statistics to send: forward passes change them meanwhile."""
         return [s.clone() for s in self._statistics.values()] if self._rule.mixed else []
 
     def mix(
@@ -103,14 +103,14 @@ class Replicas:
     ) -> FloatArray:
         """Mix parameters with a round, and statistics where they are mixed.
 
-        Workers whose parameters are not finite are left out. Returns the norms of all of them
-        before that, [W], NaN of those.
+        Workers whose parameters are not finite are left out. Returns the norms of all workers
+        before mixing, [W], NaN for those.
 
         Args:
             round: on as many workers.
-            whole: those that travel as they are.
+            whole: parameters that are sent without a codec.
             coded: buckets of the others.
-            sent: statistics as neighbours get them, one per statistic; by default as they are.
+            sent: statistics as neighbours receive them; by default the current ones.
         """
         norms_W = self.measured_norms(sent)
         away = _not_finite(norms_W)
@@ -127,9 +127,9 @@ class Replicas:
     def mix_state(
         self, state: Sequence[Tensor], round: Round, coded: Sequence[CodedBucket] = ()
     ) -> FloatArray:
-        """Mix a state that is like the parameters; workers where it is not finite are left out.
+        """Mix a state shaped like the parameters; workers where it is not finite are left out.
 
-        Returns its norms before that, [W], NaN of those.
+        Returns its norms before mixing, [W], NaN for those.
         """
         norms_W = measured_norms(state)
         away = _not_finite(norms_W)
@@ -155,7 +155,8 @@ class Replicas:
             own_W = torch.from_numpy(round.self_weights.copy())
             statistics = list(self._statistics.values())
             for now, before in zip(statistics, sent or statistics, strict=True):
-                # (W s)_i, except that a worker's own weight is on its current value.
+                # (W s)_i, except that a worker's own weight applies to its current value, which
+                # forward passes have changed since the send.
                 own = own_W.to(now).view(-1, *[1] * (now.dim() - 1))
                 change = (now - before).mul_(own)
                 mix_(before, round)
@@ -206,7 +207,7 @@ class Replicas:
     @torch.no_grad()
     def all_equal(self) -> bool:
         """Return whether all replicas are equal bit for bit, parameters and buffers."""
-        # Two rows tell most replicas apart without a pass over all memory.
+        # Comparing two rows settles most cases without a pass over all memory.
         return all(
             torch.equal(stacked[0], stacked[-1])
             and torch.equal(stacked, stacked[:1].expand_as(stacked))
@@ -241,9 +242,9 @@ def _not_finite(norms_W: FloatArray) -> list[int]:
 def _put_back(
     workers: list[int], mixed: Sequence[Tensor], sent: Sequence[Tensor] = ()
 ) -> Generator[None]:
-    """Put back what workers have at the end of a block; in it they have zeros.
+    """Set rows of workers to zero in a block, and restore them at its end.
 
-    For a product even a weight of zero makes others NaN.
+    In a matrix product 0 · NaN is NaN: a weight of zero does not keep others finite.
     """
     with torch.no_grad():
         kept = [tensor[workers] for tensor in mixed]
@@ -260,7 +261,7 @@ def _stack(tensor: Tensor, num_workers: int) -> Tensor:
 
 
 def _fill(model: nn.Module, named: Iterable[tuple[str, Tensor]]) -> None:
-    """Copy tensors into a model, one by one: no more than one is held besides it."""
+    """Copy tensors into a model, one by one, so that at most one extra copy is alive."""
     own = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for name, tensor in named:
         own[name].copy_(tensor)

@@ -65,20 +65,20 @@ class Simulation:
         gossip_steps: how often ``"atc"`` mixes per step, each time with the step's round.
         control: how far apart workers may be and what is done about it, as in ``decentralize``.
         buffers: running statistics of normalization layers are ``"average"``: each worker's own,
-            and averaged by ``average()``; ``"local"``: each worker's own, and worker 0's in
+            averaged by ``average()``; ``"local"``: each worker's own, worker 0's in
             ``average()``; or ``"mix"``: mixed at every step, as parameters are.
         wire: what of parameters travels, as in ``decentralize``.
         fragments: of which each exchange is one in turn, as in ``decentralize``.
         bucket_mb: size of a bucket in megabytes, as in ``decentralize``, by default, too: a message
             is of one.
         dtype: of parameters, and of floating-point inputs.
-        seed: of what forward passes draw; see ``worker_seed``.
+        seed: of random numbers in forward passes; see ``worker_seed``.
         memory_gb: most memory for parameters, gradients, optimizer state and activations; by
             default what is free. Workers are computed in chunks that keep to it.
         gradients: ``"vmap"`` computes workers together, ``"loop"`` one after the other;
             ``"auto"`` takes what should be faster, by what the first step keeps in memory. They
             agree to rounding.
-        clip_norm: what ``torch.nn.utils.clip_grad_norm_`` gets on every rank; 0 clips nothing.
+        clip_norm: the ``max_norm`` of ``clip_grad_norm_`` on every rank; 0 clips nothing.
         norms_every: once in so many steps ``last_norms`` is measured, at the last of them that the
             schedule mixes; 0 for never.
         nonfinite_rounds: a worker whose parameters are not finite is left out of rounds, and after
@@ -136,9 +136,9 @@ class Simulation:
         elementwise = is_elementwise(optimizer, template.trained.values())
         if self._algorithm.reads_optimizer and not elementwise:
             raise UserError(
-                f"{self._algorithm.name} needs an optimizer that computes each number by itself, "
-                "got one that looks at whole tensors, of which a simulation has one per worker; "
-                "use algorithm='atc', or train on processes"
+                f"{self._algorithm.name} needs an elementwise optimizer, got one that depends on "
+                "whole tensors or their shapes, of which a simulation has one per worker; use "
+                "algorithm='atc', or train on processes"
             )
 
         # - All workers
@@ -185,7 +185,7 @@ class Simulation:
 
     @property
     def decision(self) -> Decision | None:
-        """What the control decided last: rounds, the estimated distance and its target."""
+        """The control's last decision: rounds, the estimated distance and its target."""
         return self._source.decision
 
     @property
@@ -220,8 +220,7 @@ class Simulation:
             inputs: a tensor [W, B, ...] for ``model(x)``, a tuple of them for ``model(*x)``, or a
                 dict for ``model(**x)``.
             targets: what the loss gets as its second argument, with the same leading dimension.
-            round: what to mix with in place of the schedule's round of this step, under awc and
-                atc.
+            round: overrides the schedule's round of this step, under awc and atc.
 
         Returns:
             Each worker's loss before the step, [W].
@@ -270,7 +269,7 @@ class Simulation:
         for computed in self._gradients.compute(self.num_steps, workers):
             losses_W[computed.chunk.index] = computed.losses
             used |= replicas.keep(computed)
-            del computed  # or its gradients would be held while the next chunk is computed
+            del computed  # its gradients must not live on while the next chunk is computed
         replicas.drop_gradients(self._parameters.keys() - used)
         return losses_W
 
@@ -279,7 +278,7 @@ class Simulation:
         return consensus_distance(self._parameters.values())
 
     def sketches(self) -> FloatArray:
-        """Return a sketch of every worker's parameters, [W, m]: their distances, nearly."""
+        """Return a sketch of every worker's parameters, [W, m], which estimates distances."""
         return self._meter.begin_parameters()()
 
     def norms(self) -> dict[str, Tensor]:
@@ -303,9 +302,9 @@ class Simulation:
         return self._replicas.all_equal()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a later run needs to continue; references, as in torch.
+        """Return the state; references, as in torch.
 
-        Bit for bit where the later run has memory for as large chunks, to rounding otherwise.
+        A run resumed from it is bit-identical if it has memory for as large chunks.
         """
         return {
             "num_steps": self.num_steps,

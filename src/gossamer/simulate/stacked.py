@@ -1,7 +1,7 @@
-"""Layers of all workers at once, on tensors whose first dimension is workers.
+"""Kernels of layers for all workers at once, on tensors whose first dimension is workers.
 
 They run below vmap, where ordinary autograd records them. Each gets the number of workers, their
-dimension in each argument (None where there is none) and the arguments.
+dimension in each argument (None where it is not batched) and the arguments.
 """
 
 # W: workers
@@ -19,8 +19,8 @@ from torch.nn import functional as F
 Dims = Sequence[int | None]
 
 _FEW_CLASSES = 16
-"""With fewer, torch's softmax goes through them one by one. In front of samples, they go many
-samples at a time: of ten classes, 2048 samples take a fourth of the time."""
+"""With fewer classes, torch's softmax handles them one at a time. With classes in front of samples
+it handles many samples at a time: with ten classes, 2048 samples take a fourth of the time."""
 
 
 def linear_of_all(
@@ -42,10 +42,10 @@ def attention_of_all(
     num_workers: int, dims: Dims, q: Tensor, k: Tensor, v: Tensor, mask: Any, options: Any
 ) -> Any:
     """Return every worker's attention, without dropout."""
-    # Attention has no parameters: workers are more of the batch.
+    # Attention has no parameters: fold workers into the batch.
     q, k, v = all_in_front(num_workers, dims[:3], q, k, v)
     if mask is not None and dims[3] is None and mask.shape[:-2].numel() == 1:
-        mask = mask.view(mask.shape[-2:])  # one for all samples, too: torch needs no copies of it
+        mask = mask.view(mask.shape[-2:])  # one mask for all: broadcast without copies
     elif mask is not None:
         mask = in_front(num_workers, dims[3], mask)
         mask = mask.reshape(num_workers, *[1] * (q.dim() - mask.dim()), *mask.shape[1:])
@@ -58,9 +58,9 @@ def attention_of_all(
 def self_attention_of_all(
     num_workers: int, dims: Dims, projected: Tensor, num_heads: int, is_causal: bool
 ) -> Any:
-    """Return every worker's attention, of queries, keys and values that are beside each other.
+    """Return every worker's attention, from queries, keys and values packed in one tensor.
 
-    They are taken out of it without copies, which torch's own module makes of each.
+    They are views of it; torch's own module copies each.
     """
     rows = in_front(num_workers, dims[0], projected).flatten(0, 1)
     parts = rows.unflatten(-1, (3, num_heads, -1)).unbind(2)
@@ -70,9 +70,9 @@ def self_attention_of_all(
 
 
 def dropout_of_all(num_workers: int, dims: Dims, x: Tensor, p: float, generators: Any) -> Any:
-    """Return x with what each worker's own generator drops set to zero, and the rest scaled."""
+    """Return dropout of x, with each worker's mask from its own generator."""
     x = in_front(num_workers, dims[0], x)
-    # Strides of their own kind: torch fills memory in its order, not in that of indices.
+    # With x's strides: torch fills random numbers in the order of memory, not of indices.
     masks = [
         torch.empty_like(row).bernoulli_(1 - p, generator=generator)
         for row, generator in zip(x, generators(), strict=True)
@@ -111,7 +111,7 @@ class StackedLinear(Function):
         ctx.save_for_backward(x, weight)
         ctx.into = into
         y = product(x, weight, bias)
-        # Not a view: autograd would refuse to have it changed in place, as by ReLU(inplace=True).
+        # Not a view: autograd forbids in-place changes of one, as by ReLU(inplace=True).
         return torch.ops.aten._unsafe_view.default(y, [*x.shape[:-1], weight.shape[1]])
 
     @staticmethod
@@ -141,7 +141,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def weight_gradient(grads: Tensor, rows: Tensor, into: Tensor | None) -> Tensor:
-    """Return the gradient of a weight, in the given memory where it fits."""
+    """Return the gradient of a weight, written to ``into`` where its dtype is the same."""
     if into is None or into.dtype != grads.dtype:
         return torch.bmm(grads.mT, rows)
     torch.bmm(grads.mT, rows, out=into)

@@ -1,4 +1,4 @@
-"""What an algorithm's step works on in a simulation: all workers' tensors, stacked."""
+"""The step context of a simulation: all workers' tensors, stacked."""
 
 # W: workers
 
@@ -35,8 +35,8 @@ class StackedContext:
         update: what updates them.
         algorithm: what it keeps besides parameters.
         source: gives the rounds of every step.
-        wire: what of a state travels.
-        packing: which tensors travel together, and which of these buckets each step exchanges.
+        wire: the format in which states are sent.
+        packing: which tensors share a bucket, and which buckets each step exchanges.
         nonfinite_rounds: after so many rounds in a row in which a worker's parameters are not
             finite, mixing raises; 0 for never.
     """
@@ -53,7 +53,7 @@ class StackedContext:
     ) -> None:
         self.parameters: Sequence[Tensor] = list(replicas.parameters.values())
         self.given: Round | None = None
-        """What this step mixes with in place of its rounds."""
+        """A round that overrides those of this step."""
         self._replicas = replicas
         self._update = update
         self._source = source
@@ -61,7 +61,7 @@ class StackedContext:
         kept = (*algorithm.tracked, *algorithm.kept)
         self._states = {name: [torch.zeros_like(p) for p in self.parameters] for name in kept}
         self._algorithm = algorithm
-        # - In which format states travel, and which tensors together
+        # - The wire format of states, and the tensors of each bucket
         self._wire = wire
         self._packing = packing
         exchanged = {PARAMETERS: self.parameters} | {n: self._states[n] for n in algorithm.tracked}
@@ -114,7 +114,7 @@ class StackedContext:
         return [weight_W.to(p.dtype).view(-1, *[1] * (p.dim() - 1)) for p in self.parameters]
 
     def reset_weight(self) -> None:
-        """Let all weights be 1 again."""
+        """Reset all weights to 1."""
         self._replicas.weight.fill_(1.0)
 
     def learning_rates(self) -> Sequence[float]:
@@ -176,7 +176,7 @@ class StackedContext:
             raise unfinished(self._algorithm, state)
 
     def forget_norms(self) -> None:
-        """Let the next norms be any: parameters have been replaced."""
+        """Reset the watches of norms: parameters have been replaced."""
         for watch in self._watches.values():
             watch.forget_norms()
 

@@ -1,4 +1,4 @@
-"""One worker's model, of which all start, and what computes gradients of them."""
+"""The model that all workers start from, and the computation of their gradients."""
 
 from __future__ import annotations
 

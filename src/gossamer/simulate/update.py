@@ -1,9 +1,9 @@
-"""One optimizer's step for all workers.
+"""The optimizer step of all workers.
 
-Most optimizers compute each number of a parameter by itself. On stacked tensors [W, ...] one such
-optimizer is W of them. An optimizer that looks at a tensor as a whole (its norm, its rows) is not,
-nor is one built by a function that looks at the shapes of parameters; then each worker gets its
-own. Which of the two it is, is found by trying it.
+Most optimizers are elementwise. On stacked tensors [W, ...] one such optimizer equals W of them.
+One that depends on a whole tensor (its norm, its rows) does not, nor does one whose factory depends
+on the shapes of parameters (a 1-D rule for biases); then each worker gets its own. Which case it is
+is found by trial.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _TRIAL_SCALES = tuple(
     (10.0**own, 10.0**other)
     for own, other in ((0, 0), (-3, 3), (6, -3), (0, 6), (3, -3), (-3, 0), (1, 2), (0, 0))
 )
-"""Sizes of two workers' gradients, step by step: what clips or changes at some size between them
-does so for both workers together at another step than for each."""
+"""Scales of two workers' gradients, step by step: a threshold on a norm between them, such as
+clipping, triggers at another step for the stacked tensor than for each worker."""
 
 
 class Update(Protocol):
     """The optimizer step of all workers."""
 
     optimizer: Optimizer
-    """The one whose hyperparameters count: for learning-rate schedulers."""
+    """The optimizer whose hyperparameters apply to all, for learning-rate schedulers."""
 
     def step(self) -> None:
         """Step all workers from the stacked gradients."""
@@ -63,7 +63,7 @@ def trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def make_update(make: MakeOptimizer, stacked: list[nn.Parameter], elementwise: bool) -> Update:
-    """Return an optimizer on stacked parameters, or one per worker where that is not the same."""
+    """Return one optimizer on stacked parameters if it is elementwise, else one per worker."""
     if elementwise:
         return StackedUpdate(build(make, stacked), stacked)
     return PerWorkerUpdate(make, stacked)
@@ -79,10 +79,10 @@ def state_bytes(make: MakeOptimizer, parameters: Iterable[nn.Parameter]) -> int:
 
 
 def is_elementwise(make: MakeOptimizer, parameters: Iterable[nn.Parameter]) -> bool:
-    """Return whether one optimizer on stacked tensors seems to equal one for each worker.
+    """Return whether one optimizer on stacked tensors equals one per worker, by trial.
 
-    Two workers with random parameters take a few steps, together and apart, in double precision:
-    with gradients of many sizes, so that one that clips the norm of all it holds is seen.
+    Two workers with random parameters take a few steps, stacked and separately, in float64, with
+    gradients of many scales, so that clipping by a global norm shows.
 
     Args:
         make: builds a torch optimizer from a list of parameters.
@@ -99,7 +99,7 @@ def is_elementwise(make: MakeOptimizer, parameters: Iterable[nn.Parameter]) -> b
     optimizers = [build(make, own) for own in apart]
     try:
         together = build(make, stacked)
-    except Exception:  # it does not take tensors of these shapes, however it says so
+    except Exception:  # an optimizer may raise anything on these shapes
         return False
     for scales in _TRIAL_SCALES:
         grads = [random(p[0]) for p in stacked]
@@ -139,22 +139,22 @@ class StackedUpdate:
 
 @final
 class PerWorkerUpdate:
-    """An optimizer per worker, on slices of stacked parameters.
+    """An optimizer per worker, on views of stacked parameters.
 
-    What is changed from outside in the first's settings is changed in all; what an optimizer itself
-    keeps among its settings is its own.
+    External changes of the first one's param groups (a scheduler's) are copied to all; values that
+    an optimizer itself writes into its groups stay its own.
     """
 
     def __init__(self, make: MakeOptimizer, stacked: list[nn.Parameter]) -> None:
         self._stacked = stacked
-        # A slice of a parameter's data is a leaf of its own that shares the memory.
+        # A slice of a parameter's data is a new leaf that aliases its memory.
         self._own = [
             [nn.Parameter(p.detach()[i]) for p in stacked] for i in range(stacked[0].shape[0])
         ]
         self._optimizers = [build(make, own) for own in self._own]
         self.optimizer = self._optimizers[0]
         self._known = self._settings()
-        """The first's settings after its last step."""
+        """The first one's settings after its last step; a difference to them is external."""
 
     def step(self) -> None:
         """Step all workers from the stacked gradients."""
@@ -211,7 +211,7 @@ def build(make: MakeOptimizer, parameters: list[nn.Parameter]) -> Optimizer:
     if isinstance(optimizer, LBFGS):
         raise UserError(
             "an optimizer must take one gradient per step, got LBFGS, which evaluates the loss "
-            "again; use SGD or Adam"
+            "several times; use SGD or Adam"
         )
     return optimizer
 
@@ -235,7 +235,7 @@ def _agrees(
     apart: list[list[nn.Parameter]],
     grads: list[Tensor],
 ) -> bool:
-    """Step all workers at once; return whether they are where separate steps took them."""
+    """Step all workers stacked; return whether the result equals that of separate steps."""
     try:
         _step(together, stacked, grads)
     except Exception:  # as at construction

@@ -1,7 +1,7 @@
-"""A function of one worker for all workers, and kernels that see all of them from inside of it.
+"""vmap over workers, with kernels inside of it that get the tensors of all workers.
 
-``PublicVmap`` does it with torch's public names: ``torch.vmap``, and a Function with a rule for it.
-``FunctorchVmap`` does the same faster, where torch still has the private names that it takes.
+``PublicVmap`` uses torch's public API: ``torch.vmap``, and a Function with a vmap rule.
+``FunctorchVmap`` does the same faster, where torch still has the private names that it needs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.autograd import Function
 
 
 class Vmap(Protocol):
-    """Runs what is written for one worker on the tensors of many."""
+    """Runs a function of one worker on the tensors of many."""
 
     def run(
         self, function: Callable[..., Any], dims: Sequence[int | None], num_workers: int, *args: Any
@@ -48,7 +48,7 @@ class Vmap(Protocol):
 
 @final
 class PublicVmap:
-    """``Vmap`` for any torch."""
+    """``Vmap`` by torch's public API, for any version."""
 
     def __init__(self) -> None:
         self._workers: Tensor | None = None
@@ -75,11 +75,11 @@ class PublicVmap:
 
 
 class _BelowVmap(Function):
-    """A kernel as torch's rule for vmap; autograd sees what the kernel does, and no Function."""
+    """A kernel as a vmap rule; autograd records the kernel's operations, not this Function."""
 
     @staticmethod
     def forward(*args: Any) -> Any:
-        """Refuse: torch asks for it where the innermost transform is not that of workers."""
+        """Raise: torch calls it only where the innermost transform is not the vmap over workers."""
         raise NotImplementedError("there is a transform of torch.func inside of the model")
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What all workers compute gradients at in a step, and chunks of them."""
+"""The inputs of all workers' gradients in a step, and chunks of them."""
 
 # W: workers
 
@@ -19,7 +19,7 @@ NamedTensors: TypeAlias = Mapping[str, Tensor]
 @final
 @dataclass(frozen=True)
 class Chunk:
-    """What some workers compute at, with a leading dimension; or one worker, without."""
+    """The inputs of some workers, with a leading dimension; or of one worker, without."""
 
     index: int | slice
     """Which worker, or which workers."""
@@ -43,7 +43,7 @@ class Chunk:
     """Whether parameters have no leading dimension, because all workers have the same."""
 
     weight: float
-    """Of a worker's loss, in the sum that gradients are of."""
+    """Factor of each worker's loss in the sum that is differentiated."""
 
     @property
     def workers(self) -> range:
@@ -54,7 +54,7 @@ class Chunk:
 
     @property
     def arguments(self) -> tuple[NamedTensors, dict[str, Tensor], Any, Any]:
-        """What a forward pass gets."""
+        """The arguments of a forward pass."""
         return self.parameters, self.buffers, self.inputs, self.targets
 
     @property
@@ -67,10 +67,10 @@ class Chunk:
 @final
 @dataclass(frozen=True)
 class AllWorkers:
-    """What all workers compute at in a step: every tensor has them as its first dimension.
+    """The inputs of all workers in a step: every tensor has workers as its first dimension.
 
-    But where they have one model its parameters and buffers are as they are: then gradients are of
-    the mean loss, and every worker starts from a copy of the buffers.
+    Except with one shared model, whose parameters and buffers have no such dimension: gradients are
+    then of the mean loss, and every worker starts from a copy of the buffers.
     """
 
     num_workers: int
