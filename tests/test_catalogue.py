@@ -61,9 +61,9 @@ def test_a_default_is_part_of_the_name() -> None:
         ("one_peer_ring(k=2)", "one_peer_ring takes no arguments, got 'k'"),
         ("lattice", r"lattice needs k, got no arguments; for instance lattice\(k=4\)"),
         ("ada(k0=10)", r"ada needs gamma, steps_per_epoch, got k0; for instance ada\("),
-        ("lattice(k=four)", "lattice needs a whole number for k, got 'four'"),
-        ("lattice(k=4.0)", "lattice needs a whole number for k, got 4.0"),
-        ("lattice(k=true)", "lattice needs a whole number for k, got True"),
+        ("lattice(k=four)", "lattice needs an integer for k, got 'four'"),
+        ("lattice(k=4.0)", "lattice needs an integer for k, got 4.0"),
+        ("lattice(k=true)", "lattice needs an integer for k, got True"),
         ("erdos_renyi(p=half)", "erdos_renyi needs a number for p, got 'half'"),
         ("one_peer_exponential(pairs=1)", "needs true or false for pairs, got 1"),
         (

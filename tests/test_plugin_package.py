@@ -287,7 +287,7 @@ def test_a_workload_in_a_file_has_a_short_name(
             ('"D_parts', '"parts'),
             "method must be a dict, got graphs.py:chords, .* a Round; .*write D_",
         ),
-        (("(k=2)", "(k=2.5)"), "graphs.py:chords needs a whole number for k, got 2.5"),
+        (("(k=2)", "(k=2.5)"), "graphs.py:chords needs an integer for k, got 2.5"),
         (("k=2)", "k=3)"), "lattice needs an even k"),
         (
             ('"D_parts/graphs.py:chords', '"D_parts/own.py:Signs'),

@@ -127,7 +127,7 @@ def test_a_module_that_is_installed_has_the_version_of_its_distribution() -> Non
         ("exits.py:x", "got SystemExit: 3 .exits.py, line 1.; correct it", SystemExit),
         ("lacks.py:x", "No module named 'no_such_thing' .lacks.py, line 1.; c", ImportError),
         ("lacks:x", "lacks must be imported without an error, got ModuleNotFound", ImportError),
-        ("no_such_module.a:x", "installed or lie in .*, got 'no_such_module.a'", ImportError),
+        ("no_such_module.a:x", "installed or be in .*, got 'no_such_module.a'", ImportError),
         ("json.nothing:x", "of which there is no 'json.nothing'; install it", ImportError),
         ("a..b:x", r"package.module:name or path/file.py:name, got 'a..b' before", None),
         ("json:dmups", r"got json:dmups \(did you mean 'dumps'\?\); choose from dump, dumps", None),
@@ -181,7 +181,7 @@ def test_an_annotation_for_type_checkers_alone_hides_no_other(tmp_path: Path) ->
         'def g(n: "number of workers", k: int = 2) -> Round:\n    return lattice(n, k)\n'
     )
     assert parse(f"{tmp_path}/checked.py:g(k=4)", 8).round(0).degree == 4
-    with pytest.raises(UserError, match=r"needs a whole number for k, got 1\.5"):
+    with pytest.raises(UserError, match=r"needs an integer for k, got 1\.5"):
         parse(f"{tmp_path}/checked.py:g(k=1.5)", 8)
 
 

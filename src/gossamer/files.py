@@ -1,7 +1,7 @@
-"""Files: written whole or not at all, and read only where they are files of a bounded size.
+"""Atomic writes, and reads of regular files with a size limit.
 
-Records, norms and checkpoints are renamed by their owners: they grow as a run goes on, are kept
-where it is cut off, and are brought to the disk, which nothing here is.
+Records, norms and checkpoints are renamed by their owners: they grow during a run, are kept when it
+is interrupted, and are flushed to the disk, which nothing here is.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from gossamer.errors import UserError
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file to read it.
+    """Open a regular file for reading.
 
     Raises:
-        OSError: it cannot be opened, or is no regular file: a pipe or a device may never end.
+        OSError: it cannot be opened, or is not a regular file: a pipe or a device may never end.
     """
-    # Without waiting: to open a pipe is to wait for someone who writes.
+    # Non-blocking: opening a pipe would block until there is a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     kind = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(kind):
@@ -35,14 +35,14 @@ def open_regular(path: Path) -> BinaryIO:
 
 
 def read_bounded(path: Path, most_bytes: int) -> bytes:
-    """Return what is in a file.
+    """Return the contents of a file.
 
     Args:
         path: of a regular file.
-        most_bytes: a larger one is refused before it is read.
+        most_bytes: a larger file raises before it is read.
 
     Raises:
-        OSError: it cannot be read, is no regular file, or is larger.
+        OSError: it cannot be read, is not a regular file, or is larger.
     """
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size <= most_bytes:
@@ -53,23 +53,23 @@ def read_bounded(path: Path, most_bytes: int) -> bytes:
 
 
 def write_atomic(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write a file aside and rename it; make the folders above it.
+    """Write a temporary file and rename it; create parent folders. The file is atomic.
 
     Args:
-        path: where it is to be.
-        write: writes it to the path that it is given.
+        path: the final path.
+        write: writes the file to the path that it is given.
     """
     write_all_atomic([path], lambda aside: write(*aside))
 
 
 def write_all_atomic(paths: Sequence[Path], write: Callable[[list[Path]], Any]) -> None:
-    """Write several files aside, and rename them when all are there.
+    """Write several temporary files, and rename them when all are complete.
 
     Args:
-        paths: where they are to be.
-        write: writes them to the paths that it is given, in the same order.
+        paths: the final paths.
+        write: writes the files to the paths that it is given, in the same order.
     """
-    # The ending stays: some writers go by it.
+    # Keep the suffix: some writers choose the format by it.
     aside = [path.with_name(f".{os.getpid()}.{path.name}") for path in paths]
     try:
         for path in paths:
@@ -82,12 +82,12 @@ def write_all_atomic(paths: Sequence[Path], write: Callable[[list[Path]], Any]) 
         raise UserError(f"cannot write {place}: {reason}; choose another place") from error
     finally:
         for written in aside:
-            with contextlib.suppress(OSError):  # not there: it has its name, or was never begun
+            with contextlib.suppress(OSError):  # missing where it was renamed, or never written
                 written.unlink()
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk: after a crash, a renamed file has its new one."""
+    """Flush a folder by fsync: a rename in it survives a crash."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

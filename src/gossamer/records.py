@@ -1,7 +1,7 @@
-"""What a run yields: typed records, one JSON object per line.
+"""The records of a run: typed, one JSON object per line.
 
-The first record of a run holds its specification and the schema's version. Readers refuse a newer
-version, and fields that they do not know.
+The first record of a run holds its specification and the schema's version. Readers raise on a newer
+version, and on unknown fields.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SCHEMA = 1
 Status: TypeAlias = Literal["done", "diverged", "timeout", "error"]
 
 RESULTS: frozenset[Status] = frozenset({"done", "diverged"})
-"""What a run is not tried again after."""
+"""Final statuses: such a run is not retried."""
 
 
 Whole: TypeAlias = Annotated[int, Field(ge=0, lt=2**63)]
@@ -28,7 +28,7 @@ _Limited: TypeAlias = Annotated[int, Field(ge=0, le=10**9)]
 
 
 class _KnownFields(BaseModel):
-    """The fields of a specification that readers use, where it has them."""
+    """The fields of a specification that readers use, where present."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -57,7 +57,7 @@ def _with_known_types(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_now(spec: dict[str, Any]) -> dict[str, Any]:
-    """Return a specification of before there were algorithms in today's fields."""
+    """Upgrade a specification from before there were algorithms."""
     if "algorithm" in spec or not isinstance(spec.get("order"), str):
         return spec
     now = {name: value for name, value in spec.items() if name != "order"}
@@ -68,19 +68,19 @@ def _as_now(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Record(BaseModel):
-    # NaN and infinities stay what they are: a diverged run is a result.
+    # NaN and infinities are kept: a diverged run is a result.
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
 
 class WorkloadFacts(BaseModel):
-    """What an analysis has to know of a workload, which may be code that is gone."""
+    """What an analysis needs of a workload, whose code may no longer exist."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     metric_name: str = "metric"
     higher_is_better: bool = True
     target: float | None = None
-    """The metric that counts as reached."""
+    """The metric at which the workload counts as trained."""
 
     evaluate_samples: Whole = 0
     """Of its recipe."""
@@ -97,7 +97,7 @@ class Started(_Record):
 
     environment: dict[str, str]
     norms_every: Whole = 0
-    """Steps between two norms that are kept beside the records; 0 where none are."""
+    """Steps between two stored norms; 0 where none are stored."""
 
     workload_facts: WorkloadFacts | None = None
     """None in old records."""
@@ -148,7 +148,7 @@ class Step(_Record):
     """The most neighbours that any worker has in these rounds."""
 
     target: float | None
-    """Under which a control was to keep the distance."""
+    """The control's target for the distance."""
 
     bytes_sent: float
     """By the average worker so far."""
@@ -160,7 +160,7 @@ class Step(_Record):
 class Norms(_Record):
     """L2 norms of every tensor on every replica, just before they are averaged.
 
-    They are much, so they are no line among the other records, but kept in a file of their own.
+    They are large, so they are stored in a separate file, not as a line among the other records.
     """
 
     kind: Literal["norms"] = "norms"
@@ -194,7 +194,7 @@ class Evaluation(_Record):
 
 
 class Ended(_Record):
-    """A run came to its end."""
+    """A run ended."""
 
     kind: Literal["ended"] = "ended"
     status: Status
@@ -219,7 +219,7 @@ def to_line(record: Record) -> str:
 
 
 def from_line(line: str) -> Record:
-    """Return the record that a line holds."""
+    """Parse a line of JSON as a record."""
     try:
         return _ADAPTER.validate_json(line)
     except ValidationError as error:
@@ -233,5 +233,5 @@ def from_line(line: str) -> Record:
         where = "".join(f"{part}: " for part in first["loc"])
         raise UserError(
             f"a record must be a line that gossamer wrote, got {line[:80]!r} "
-            f"({where}{first['msg']}); remove the line, or run again what wrote it"
+            f"({where}{first['msg']}); remove the line, or repeat the run"
         ) from error

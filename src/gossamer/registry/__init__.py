@@ -1,9 +1,9 @@
-"""Names: the one place where a string becomes an object, each module on top of those before it.
+"""The only place where a string becomes an object; each module builds on those before it.
 
-calls         reads ``name(argument=value, ...)``
+calls         parses ``name(argument=value, ...)``
 plugins       loads ``package.module:name``, ``path/file.py:name`` and entry points
-conversion    arguments as annotations say
-arguments     which argument is whose
+conversion    converts arguments by annotations
+arguments     binds arguments to parameters
 part          what a string stands for, bound to its arguments
 registry      the table of one kind of part, and its errors
 """

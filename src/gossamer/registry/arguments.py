@@ -1,4 +1,4 @@
-"""What a function takes of a call: arguments bound to its parameters, or refused."""
+"""Binds the arguments of a call to the parameters of a function, or raises."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gossamer.registry.conversion import Parts, Unfit, convert, literal
 @final
 @dataclass(frozen=True)
 class Bound:
-    """Arguments as a function takes them."""
+    """Arguments bound to parameters."""
 
     by_name: dict[str, Any]
     rest: list[Any] = field(default_factory=list[Any])
@@ -27,14 +27,14 @@ class Bound:
 
 @final
 class Parameters:
-    """What a function takes of a call.
+    """The parameters of a function that a string may set.
 
     Args:
         name: what errors call the function.
         build: the function, or the class.
-        given: how many arguments come first and are not of the call.
-        reserved: names of others that are not of the call.
-        example: a call that it takes.
+        given: how many leading parameters the caller fills, not the string.
+        reserved: names of other parameters that the caller fills.
+        example: a valid call.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class Parameters:
 
     @property
     def example(self) -> str:
-        """A call with all that it needs."""
+        """A call with all required arguments."""
         needed = ", ".join(f"{name}=…" for name in self._required())
         return self._example or (f"{self._name}({needed})" if needed else self._name)
 
     def bind(self, positional: Sequence[Any], named: dict[str, Any]) -> Bound:
-        """Return which argument is whose, after a check that there is a parameter for each."""
+        """Bind arguments to parameters; raise on one that has no parameter."""
         places = self._places()
         shown = [*self._own, *([f"*{self._rest}"] if self._rest else [])]
         takes = f"{self._name} takes {', '.join(shown) or 'no arguments'}"
@@ -80,7 +80,7 @@ class Parameters:
             raise UserError(f"{takes}, got {len(positional)} arguments; give fewer, or by name")
         for key in named:
             if key not in self._own and not self._any:
-                remedy = f"use {self.example}" if self._own else f"write {self._name} alone"
+                remedy = f"use {self.example}" if self._own else f"write {self._name} by itself"
                 hint = nearest_in_brackets(key, self._own)
                 raise UserError(f"{takes}, got {quoted(key)}{hint}; {remedy}")
         by_place = dict(zip(places, positional, strict=False))
@@ -89,7 +89,7 @@ class Parameters:
         return Bound(by_place | named, list(positional[len(places) :]))
 
     def check_complete(self, bound: Bound) -> None:
-        """Refuse arguments that are not enough."""
+        """Raise where a required argument is missing."""
         missing = [name for name in self._required() if name not in bound.by_name]
         if missing:
             got = ", ".join(bound.by_name) or "no arguments"
@@ -98,7 +98,7 @@ class Parameters:
             )
 
     def convert(self, bound: Bound, parts: Parts) -> Bound:
-        """Return the arguments as the annotations say."""
+        """Return the arguments converted to the types of the annotations."""
         if not bound.by_name and not bound.rest:
             return bound
         hints = _hints(self._build)
@@ -123,9 +123,9 @@ class Parameters:
         return self._build(*given, *placed, *bound.rest, **named, **others)
 
     def _places(self) -> list[str]:
-        """Return the parameters that arguments without a name are for.
+        """Return the parameters that positional arguments bind to.
 
-        Those after a bare * too, which have an order as well; after *args none.
+        Keyword-only ones after a bare * too, which have an order as well; none after *args.
         """
         return [p.name for p in self._own.values() if not self._rest or _has_place(p)]
 
@@ -144,7 +144,7 @@ class Parameters:
 
 
 def promise_of(build: Callable[..., Any]) -> type | None:
-    """Return the class that a function says it returns, or that a class is; None where unknown."""
+    """Return a function's annotated return type, or a class itself; None where unknown."""
     returned = build if isinstance(build, type) else _hints(build).get("return")
     returned = get_origin(returned) or returned
     return returned if isinstance(returned, type) and returned is not UnionType else None
@@ -154,7 +154,7 @@ def _read(build: Callable[..., Any]) -> list[inspect.Parameter]:
     return list(inspect.signature(build).parameters.values())
 
 
-# Reading a signature takes longer than all else of a name, and experiments have thousands of names.
+# Cached: reading a signature takes most of the time of a lookup, and experiments make thousands.
 _parameters_of = lru_cache(1024)(_read)
 
 
@@ -167,8 +167,8 @@ def _hints(build: Callable[..., Any]) -> dict[str | None, Any]:
     names = getattr(described, "__globals__", None)
     hints: dict[str | None, Any] = {}
     for name, annotation in getattr(described, "__annotations__", {}).items():
-        # Each by itself: one that is there for a type checker alone must not hide the others.
-        with contextlib.suppress(Exception):  # whatever evaluating a string may raise
+        # One at a time: an annotation under TYPE_CHECKING must not hide the others.
+        with contextlib.suppress(Exception):  # evaluating a string may raise anything
             hints[name] = get_type_hints(_annotated(name, annotation), names)[name]
     return hints
 

@@ -1,13 +1,13 @@
 """Strings such as ``phases(constant(c=0.25), plain, at=(3, 5))``: a name and its arguments.
 
 A name may have dashes (``digits-mlp``), or be that of a plug-in: ``package.module:name`` or
-``path/file.py:name``, whose path stands in quotes where it has spaces, brackets or commas.
+``path/file.py:name``, whose path is quoted where it has spaces, brackets or commas.
 
-Read here, and not by ``ast``: Python 3.11 keeps one count of depth for the syntax trees of all
-threads, so of two threads that parse at a time one may get a SystemError
+A parser of our own instead of ``ast``: Python 3.11 shares one recursion counter between the syntax
+trees of all threads, so that of two threads that parse concurrently one may get a SystemError
 (https://github.com/python/cpython/issues/106905), and ranks can be threads. A lock of ours would
-not keep others from parsing (dataclasses and torch.compile do), and neither dashes nor plug-ins
-are Python's names.
+not keep others from parsing (dataclasses and torch.compile do), and neither dashes nor plug-ins are
+Python's names.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _QUOTES = "'\""
 _MOST_CHARACTERS = 10_000
 _MOST_LEVELS = 30
 _MOST_DIGITS = 18
-"""Of a whole number, which then fits in 64 bits."""
+"""The most digits of an integer, which then fits in 64 bits."""
 
 _CONSTANTS = {"None": None, "True": True, "False": False}
 
 
 @final
 class Name(str):
-    """A word without quotes, or a plug-in."""
+    """An unquoted name, or a plug-in."""
 
     __slots__ = ()
 
@@ -65,7 +65,7 @@ class Call:
 
     @property
     def names(self) -> set[str]:
-        """All names in it, its own among them."""
+        """All names in it, including its own."""
         found: set[str] = set()
 
         def note(name: str) -> str:
@@ -87,10 +87,10 @@ class Call:
 
 
 def read(text: str) -> Call:
-    """Return what a string says; a name alone is a call without arguments.
+    """Parse a string; a bare name is a call without arguments.
 
     Raises:
-        ValueError: it says anything else.
+        ValueError: it is not a call.
 
     >>> read("lattice(4, weights=uniform)")
     Call(name='lattice', positional=[4], named={'weights': 'uniform'})
@@ -105,13 +105,13 @@ def read(text: str) -> Call:
     if isinstance(value, Name):
         return Call(value)
     if not isinstance(value, Call):
-        raise ValueError("a value where a name must be")
+        raise ValueError("a value where a name is expected")
     return value
 
 
 @final
 class _Reader:
-    """Takes a string apart, from left to right."""
+    """A recursive-descent parser."""
 
     def __init__(self, text: str) -> None:
         self._tokens: deque[tuple[str, str]] = deque()
@@ -137,7 +137,7 @@ class _Reader:
         kind, word = self._take()
         if kind == "integer":
             if len(word) > _MOST_DIGITS:
-                raise ValueError(f"a whole number of more than {_MOST_DIGITS} digits")
+                raise ValueError(f"an integer of more than {_MOST_DIGITS} digits")
             return int(word)
         if kind == "number":
             return float(word)
@@ -153,7 +153,7 @@ class _Reader:
             return tuple(values) if has_comma or not values else values[0]
         if word == "[":
             return self._read_values("]")[0]
-        raise ValueError(f"{word!r} where a value must be")
+        raise ValueError(f"{word!r} where a value is expected")
 
     def check_end(self) -> None:
         if self._tokens:
@@ -181,7 +181,7 @@ class _Reader:
             call.positional.append(value)
             return
         if not isinstance(value, Name) or value in call.named:
-            raise ValueError(f"{value!r} where a new name must be")
+            raise ValueError(f"{value!r} where a new name is expected")
         self._take()
         call.named[str(value)] = self.read_value()
 
@@ -202,12 +202,12 @@ class _Reader:
 
     def _take(self, mark: str = "") -> tuple[str, str]:
         if not self._tokens or (mark and not self._next_is(mark)):
-            raise ValueError(f"no {mark or 'value'!r} where one must be")
+            raise ValueError(f"no {mark or 'value'!r} where one is expected")
         return self._tokens.popleft()
 
 
 def show(value: Any) -> str:
-    """Return what is read as a value again.
+    """Return a value as a string that parses to it.
 
     >>> show((Name("plain"), read("constant(c=1)"), "plain"))
     "(plain, constant(c=1), 'plain')"

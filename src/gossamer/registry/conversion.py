@@ -1,7 +1,7 @@
-"""Arguments as annotations say: numbers, words, sequences of them, and parts by name.
+"""Converts arguments by annotations: numbers, strings, sequences of them, and parts by name.
 
-Nothing is evaluated and nothing is guessed: a value that an annotation does not describe is
-refused, and a parameter without one takes what was written.
+Nothing is evaluated and nothing is guessed: a value that does not fit its annotation is an error,
+and a parameter without annotation gets the value as it was written.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any, Literal, Protocol, Union, get_args, get_origin
 from gossamer.registry.calls import Call, Name
 
 _WORDS: dict[Any, str] = {
-    int: "a whole number",
+    int: "an integer",
     float: "a number",
     bool: "true or false",
-    str: "a word",
+    str: "a string",
     NoneType: "None",
 }
 _SEQUENCES: dict[Any, Callable[[Iterable[Any]], Any]] = {tuple: tuple, list: list, Sequence: tuple}
@@ -24,12 +24,12 @@ _BOOLEANS = {"true": True, "false": False}
 
 
 class Unfit(Exception):
-    """A value is not what is asked for.
+    """A value does not fit its annotation.
 
     Args:
-        words: what is.
-        hint: at what may have been meant, in brackets.
-        remedy: what to do; by default the example of who asks.
+        words: what would fit.
+        hint: the nearest name, in brackets.
+        remedy: what to do; by default the example of the caller.
     """
 
     def __init__(self, words: str, hint: str = "", remedy: str = "") -> None:
@@ -38,10 +38,10 @@ class Unfit(Exception):
 
 
 class Parts(Protocol):
-    """Who makes arguments that are parts themselves."""
+    """Makes arguments that are parts themselves."""
 
     def knows(self, wanted: Any) -> bool:
-        """Return whether an annotation is that of parts, which have names."""
+        """Return whether an annotation is that of a kind of part."""
         ...
 
     def make(self, value: Any, wanted: Any) -> Any:
@@ -53,15 +53,15 @@ class Parts(Protocol):
         ...
 
     def make_any(self, value: Call | Name) -> Any:
-        """Return what a name or a call stands for where nothing is known of what is wanted."""
+        """Return what a name or a call stands for where there is no annotation."""
         ...
 
 
 def convert(value: Any, wanted: Any, parts: Parts) -> Any:
-    """Return a value as an annotation says; refuse anything lossy.
+    """Return a value converted to an annotation; lossy conversions raise.
 
     Raises:
-        Unfit: it is of another kind.
+        Unfit: it does not fit.
     """
     if parts.knows(wanted):
         return parts.make(value, wanted)
@@ -92,12 +92,12 @@ def _first_fit(value: Any, kinds: Iterable[Any], parts: Parts) -> Any:
 
 
 def literal(value: Any) -> Any:
-    """Return a value; a bare word is a string, and true and false are booleans."""
+    """Return a value; an unquoted name is a string, and true and false are booleans."""
     return _BOOLEANS.get(value, str(value)) if isinstance(value, Name) else value
 
 
 def with_booleans(value: Any) -> Any:
-    """Return a value as it was written, but for true and false."""
+    """Return a value as it was written, except that true and false become booleans."""
     return _BOOLEANS.get(value, value) if isinstance(value, Name) else value
 
 
@@ -131,5 +131,5 @@ def _words(wanted: Any) -> str:
         return " or ".join(map(str, members))
     if origin in _SEQUENCES:
         kinds = dict.fromkeys(_words(member) for member in members if member is not Ellipsis)
-        return f"a tuple, each of it {', '.join(kinds)},"
+        return f"a tuple of {', '.join(kinds)},"
     return f"a {getattr(wanted, '__name__', wanted)}"

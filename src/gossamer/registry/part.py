@@ -17,17 +17,17 @@ T = TypeVar("T")
 @final
 @dataclass(frozen=True)
 class Kind:
-    """What all parts of one registry are."""
+    """What all parts of one registry have in common."""
 
     noun: str
     types: tuple[Any, ...]
-    """One of which a part must have; anything where there are none."""
+    """Types, one of which a part must have; any where there are none."""
 
     given: int
-    """How many arguments its function takes first that no string has."""
+    """How many leading arguments the caller fills, not the string."""
 
     remedy: str
-    """What the author of a plug-in can do that is not of this kind."""
+    """What the author of a plug-in that is not of this kind can do."""
 
     def check(self, made: Any, label: str) -> Any:
         """Return what was made, after a check that it is of this kind."""
@@ -36,7 +36,7 @@ class Kind:
         return made
 
     def check_plugin(self, plugin: PlugIn) -> None:
-        """Refuse what cannot make such a part, before it is called in vain."""
+        """Raise where a plug-in cannot make such a part, before it is called."""
         if not callable(plugin.part):
             raise self.unusable(plugin.label, plugin.part)
         promised = promise_of(plugin.part)
@@ -58,31 +58,31 @@ class Kind:
 @final
 @dataclass(frozen=True, eq=False)
 class Part(Generic[T]):
-    """What a string stands for, bound to its arguments and not made yet."""
+    """What a string stands for, bound to its arguments and not built yet."""
 
     kind: Kind
     call: Call
-    """As it was written, but for arguments that have a name: they are given by it."""
+    """As it was written, with positional arguments given by name where they have one."""
 
     plugins: Mapping[str, PlugIn]
-    """Those that it and its arguments come from, by the names that they have in the string."""
+    """The plug-ins that it and its arguments come from, by their names in the string."""
 
     _parameters: Parameters
     _bound: Bound
 
     @property
     def name(self) -> str:
-        """The canonical string; of files of plug-ins without the folders above them."""
+        """The canonical string, without the folders of plug-in files."""
         return str(self.call.renamed(self._label))
 
     @property
     def identity(self) -> str:
-        """The canonical string, with the sources of plug-ins in the place of where they lie."""
+        """The canonical string, with digests of plug-ins' sources instead of their paths."""
         return str(self.call.renamed(self._source))
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Those of the string, by name, as the part takes them."""
+        """The arguments of the string, by name, converted."""
         return self._bound.by_name
 
     @property
@@ -92,7 +92,7 @@ class Part(Generic[T]):
 
     @property
     def value(self) -> Any:
-        """What it is in the place of an argument: the part, or what makes it of what is given."""
+        """Its value as an argument: the part, or a function of the arguments the caller fills."""
         return self.make if self.kind.given else self.make()
 
     def make(self, *given: Any, **others: Any) -> T:
@@ -128,7 +128,7 @@ def is_subclass(promised: type, types: tuple[Any, ...]) -> bool:
     """Return whether a class is one of these types, as far as one can tell."""
     try:
         return issubclass(promised, types)
-    except TypeError:  # of a protocol that has more than methods: what is made will tell
+    except TypeError:  # a protocol with data members: the instance is checked
         return True
 
 

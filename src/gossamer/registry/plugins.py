@@ -1,8 +1,8 @@
-"""Parts that users bring: ``package.module:name`` and ``path/file.py:name``.
+"""User-defined parts: ``package.module:name`` and ``path/file.py:name``.
 
-A file is loaded once per process, under a module name of its own, and its digest is that of the
-bytes that were executed. A module is imported as any other; one that is not installed is looked
-for in the current folder too, which console scripts do not search by themselves.
+A file is loaded once per process, under its own module name, and its digest is that of the bytes
+that were executed. A module is imported as any other; the current folder is searched too, which is
+not on the path of console scripts.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from gossamer.errors import UserError, nearest_in_brackets
 from gossamer.registry import calls
 
 _MOST_NAMES = 12
-"""Of a module, in an error."""
+"""The most names of a module listed in an error."""
 
-_loading = threading.RLock()  # ranks can be threads, and a plug-in may name another one
+_loading = threading.RLock()  # ranks can be threads; reentrant: a plug-in may load another
 _digests: dict[str, str] = {}
 """When they were loaded: of files by the name of their module, of parts of modules by their own."""
 
@@ -39,7 +39,7 @@ class PlugInError(UserError):
 @final
 @dataclass(frozen=True, slots=True)
 class PlugIn:
-    """A part that is not ours, and what its source was when it was loaded."""
+    """A user-defined part, with the digest of its source when it was loaded."""
 
     label: str
     """What reports call it, without the folders above its file."""
@@ -53,7 +53,7 @@ class PlugIn:
 
     @property
     def source(self) -> str:
-        """What records say of it."""
+        """Its digest and version, for records."""
         return f"{self.digest} ({self.version})" if self.version else self.digest
 
 
@@ -110,7 +110,7 @@ def _renamed(text: str, rename: Callable[[str], str]) -> str:
         return text
     try:
         return str(calls.read(text).renamed(rename))
-    except ValueError:  # whoever looks it up will say so
+    except ValueError:  # the lookup will raise
         return text
 
 
@@ -142,7 +142,7 @@ def _load_file(place: str) -> ModuleType:
     if spec is None:
         raise PlugInError(f"a plug-in must be in a file that ends with .py, got {place}; rename it")
     module = util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look their module up
+    sys.modules[name] = module  # dataclasses and pickle look their module up in it
     try:
         exec(compile(source, path, "exec", dont_inherit=True), module.__dict__)
     except (Exception, SystemExit) as error:
@@ -169,7 +169,7 @@ def _load_module(name: str) -> ModuleType:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise _failed(name, error) from error
         raise PlugInError(
-            f"a plug-in's module must be installed or lie in {Path.cwd()}, got {name!r}, of which "
+            f"a plug-in's module must be installed or be in {Path.cwd()}, got {name!r}, of which "
             f"there is no {error.name!r}; install it, or name its file: path/file.py:name"
         ) from error
     except (Exception, SystemExit) as error:

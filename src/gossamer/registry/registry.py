@@ -1,8 +1,8 @@
-"""Names that become objects: the one place where a string is read, looked up, bound and refused.
+"""Registries, where a string is parsed, looked up and bound to its arguments.
 
 Every kind of part (topologies, optimizers, workloads, ...) has a table that maps names to functions
-or classes, and a ``Registry`` of it. Where a name of the table may stand, a plug-in may, and a name
-that an installed distribution has registered.
+or classes, and a ``Registry`` of it. Instead of a name in the table one may give a plug-in, or a
+name that an installed distribution has registered as an entry point.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Registry(Generic[T]):
     """The parts of one kind, by name."""
 
     kind: str
-    """What errors call one."""
+    """The noun for one, in errors."""
 
     table: Mapping[str, Any]
     """Built-in ones."""
@@ -41,29 +41,29 @@ class Registry(Generic[T]):
     """Of the entry points by which distributions register more."""
 
     example: str
-    """Strings that stand for one."""
+    """Example strings, for errors."""
 
     makes: tuple[Any, ...] = ()
     """Types, one of which a part must have; anything by default."""
 
     given: int = 0
-    """How many arguments its function takes first that no string has: who asks for it knows them.
-    In the place of an argument such a part is the function that takes them."""
+    """How many leading arguments the caller fills, not the string. As an argument of another part,
+    such a part is a function of them."""
 
     reserved: Sequence[str] = ()
-    """Arguments by name that no string has, either."""
+    """Other arguments, by name, that the caller fills."""
 
     build_of: Callable[[Any], Callable[..., T]] = _itself
     """The function or class of a row of the table."""
 
     example_of: Callable[[str], str | None] = field(default=lambda name: None)
-    """A string for a built-in name, with all that it needs."""
+    """A valid string for a built-in name, with its required arguments."""
 
     remedy: str = "correct it"
-    """What the author of a plug-in can do that does not make such a part."""
+    """What the author of a plug-in that does not make such a part can do."""
 
     instead: Mapping[str, str] = field(default_factory=dict[str, str])
-    """What to write in the place of names that people look for here."""
+    """What to write instead of names that users expect here, but which are not in the table."""
 
     stands_for: tuple[Any, ...] = ()
     """Annotations of parameters that take such a part, by name."""
@@ -78,7 +78,7 @@ class Registry(Generic[T]):
 
     @property
     def names(self) -> list[str]:
-        """All that can be named, but for plug-ins."""
+        """All names, without plug-ins."""
         return list(dict.fromkeys([*self.table, *self._registered]))
 
     def parse(self, text: str, defaults: Mapping[str, Any] | None = None) -> Part[T]:
@@ -86,12 +86,12 @@ class Registry(Generic[T]):
 
         Args:
             text: a name, or ``name(argument=value, ...)``.
-            defaults: for arguments that it leaves open; a part that does not take one ignores it.
+            defaults: for arguments that it omits; a part that does not take one ignores it.
         """
         return self.bind(self.read(text), defaults)
 
     def read(self, text: str) -> Call:
-        """Return what a string says, without a look at what there is."""
+        """Parse a string, without a lookup."""
         try:
             return calls.read(text)
         except ValueError:
@@ -122,13 +122,13 @@ class Registry(Generic[T]):
         used: dict[str, PlugIn] = {call.name: plugin} if plugin else {}
         converted = parameters.convert(bound, _Nested(self, used))
         for name in call.names - used.keys():
-            if plugins.is_plugin(name):  # as a word, which the part may look up itself
+            if plugins.is_plugin(name):  # a string, which the part may look up itself
                 used[name] = plugins.load(name)
         written = {key: with_booleans(value) for key, value in bound.by_name.items()}
         return Part(self._kind, Call(call.name, bound.rest, written), used, parameters, converted)
 
     def unknown(self, name: str, names: Iterable[str]) -> UserError:
-        """Return what to raise where a name is none of these."""
+        """Return the error for an unknown name."""
         known = list(names)
         hint = self.instead.get(name, f"choose from {', '.join(known)}")
         return UserError(
@@ -140,7 +140,7 @@ class Registry(Generic[T]):
         return name in self.table or plugins.is_plugin(name) or name in self._registered
 
     def may_make(self, name: str, wanted: Any) -> bool:
-        """Return whether a name may stand for a part of this type, as far as one can tell."""
+        """Return whether a name may stand for a part of this type; True where unknown."""
         promised = promise_of(self.build_of(self.table[name])) if name in self.table else None
         return promised is None or self.given > 0 or is_subclass(promised, (wanted,))
 
@@ -188,7 +188,7 @@ class _Nested:
             made = self._make(registry, call)
             if registry.given or isinstance(made, wanted):
                 return made
-        # A kind that several annotations stand for, as targets and policies, has a word for each.
+        # A kind with several annotations, as targets and policies, has a noun for each.
         noun = registry.kind if len(registry.stands_for) == 1 else wanted.__name__.lower()
         name = call.name if isinstance(call, Call) else ""
         names = [
@@ -198,7 +198,7 @@ class _Nested:
         raise Unfit(a(noun), hint, f"choose from {', '.join(names)}")
 
     def make_any(self, value: Call | Name) -> Any:
-        """Return a part of the same kind, where the name is one of them; or a plain word."""
+        """Return a part of the same kind, where the name is one of them; or a plain string."""
         call = Call(value) if isinstance(value, Name) else value
         if self.registry.given == 0 and self.registry.has(call.name):
             return self._make(self.registry, call)
