@@ -1,4 +1,4 @@
-"""A run that is cut off goes on from its checkpoint, with the records of one that is not."""
+"""An interrupted run resumes from its checkpoint, with the records of an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def spec(**options: object) -> RunSpec:
 
 
 def timeless(story: Iterable[Record]) -> list[Record]:
-    """Return records without what may differ when a run is done again."""
+    """Return records without what may differ when a run is repeated."""
     return [
         record.model_copy(update={"train_s": 0.0})
         if isinstance(record, Step | Evaluation | Ended)
@@ -70,7 +70,7 @@ def cut_on_rank(text: str, folder: str, cuts: list[int]) -> list[str]:
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_a_simulated_run_goes_on_bit_for_bit(options: dict[str, object], tmp_path: Path) -> None:
-    """Cut off after any of its records, again and again, it yields what an uncut one does."""
+    """Interrupted after any of its records, repeatedly, it yields those of an uninterrupted run."""
     whole = timeless(run(spec(**options)))
     where = Checkpointing(tmp_path / "checkpoint", ALWAYS)
     for num_records in (2, 5, 7):
@@ -184,7 +184,7 @@ def change(folder: Path, name: str, value: object) -> None:
 def test_what_cannot_be_used_is_passed_over(
     spoil: Callable[[Path], object], reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A damaged checkpoint, or one of another run or version: the log says so, the run is whole."""
+    """A damaged checkpoint, or one of another run or version: it is logged, the run is complete."""
     where = Checkpointing(tmp_path, ALWAYS)
     cut(run(spec(), checkpointing=where), 3)
     spoil(tmp_path)
@@ -198,7 +198,7 @@ def test_what_cannot_be_used_is_passed_over(
 def test_a_checkpoint_that_cannot_be_written_is_no_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run says so and goes on; the one before stays."""
+    """The run logs it and continues; the previous checkpoint stays."""
 
     def refuse(*_: object) -> int:
         raise OSError(28, "No space left on device")

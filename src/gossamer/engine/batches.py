@@ -15,12 +15,12 @@ from gossamer.workloads import Draw, draw_batches
 from gossamer.workloads.workload import as_they_are
 
 _AUGMENT = 2
-"""A stream of random numbers besides those of ``workloads.sharding``."""
+"""A random stream distinct from those of ``workloads.sharding``."""
 
 
 @final
 class Batches:
-    """The training samples of some workers of a run: which, and in which form."""
+    """The training batches of some workers of a run."""
 
     def __init__(self, spec: RunSpec, workers: Sequence[int]) -> None:
         self._workers = workers
@@ -39,13 +39,13 @@ class Batches:
         )
 
     def draw(self, epoch: int) -> npt.NDArray[np.int64]:
-        """Return the numbers of the samples of an epoch, [workers, steps, batch]."""
+        """Return the indices of the samples of an epoch, [workers, steps, batch]."""
         return draw_batches(self._draw, self._workers, epoch)
 
     def fetch(self, samples: npt.NDArray[np.int64], step: int) -> tuple[Tensor, Tensor]:
         """Return inputs and targets of one step, [workers, batch, ...].
 
-        What a worker's augmentation draws depends on the seed, the worker and the step alone.
+        A worker's augmentation depends only on the seed, the worker and the step.
         """
         chosen = torch.from_numpy(samples)
         stored, targets = self.data.train_inputs[chosen], self.data.train_targets[chosen]
@@ -61,5 +61,5 @@ class Batches:
 
 
 def _cast(inputs: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return inputs in a run's precision; numbers of tokens stay whole."""
+    """Return inputs in a run's precision; integer tensors, such as tokens, are unchanged."""
     return inputs.to(dtype) if inputs.is_floating_point() else inputs

@@ -1,9 +1,9 @@
-"""A run that goes on inside itself after it was cut off, bit for bit.
+"""Checkpoints within a run: an interrupted run resumes in the middle, bit for bit.
 
-Every few minutes all of a run is saved: where the loop is, what the workers hold, and the records
-so far. A run that finds such a checkpoint yields the records in it once more, loads the rest, and
-takes the next step. So whoever reads its records sees what a run shows that was never cut off.
-Times alone differ: what was spent after the checkpoint is spent again, and counted once.
+Every few minutes the complete state of a run is saved: the position of the loop, the workers, and
+the records so far. A run that finds such a checkpoint yields its records, loads the rest, and takes
+the next step. So its records are those of a run that was never interrupted, except for times: steps
+after the checkpoint are repeated, and counted once.
 
     <folder>/step-00000120/rank-00000-<checksum>.safetensors    see gossip.checkpoint_folder
 """
@@ -26,20 +26,20 @@ _log = logging.getLogger(__name__)
 
 _VERSION = 2
 _NOTHING = -1
-"""What a process sends where it has no checkpoint, or cannot read or write one."""
+"""Sentinel step of a process that has no checkpoint, or cannot read or write one."""
 
 EVERY_S = 180.0
-"""Seconds between two checkpoints, where nothing else is asked for."""
+"""Default seconds between two checkpoints."""
 
 
 class Checkpointing(NamedTuple):
-    """Where a run keeps its checkpoint, and how often it makes one."""
+    """Where a run stores its checkpoint, and how often it saves."""
 
     folder: Path
-    """Of this run alone; one for all processes, or on each node a local one."""
+    """Used by this run only; shared by all processes, or local to each node."""
 
     every_s: float = EVERY_S
-    """Most seconds between two, so most that is lost, besides a step or an evaluation."""
+    """Most seconds between two, so the most work that is lost, plus a step or an evaluation."""
 
     @property
     def step(self) -> int | None:
@@ -48,7 +48,7 @@ class Checkpointing(NamedTuple):
 
 
 class Clock(Protocol):
-    """How far a run is."""
+    """The progress of a run."""
 
     step: int
 
@@ -70,25 +70,25 @@ class Saved(Protocol):
         ...
 
     def gather(self, value: int) -> list[int]:
-        """Return every process's number. A collective call."""
+        """Return every process's value. A collective."""
         ...
 
     def slowest(self, seconds: float) -> float:
-        """Return the longest of all processes' times. A collective call."""
+        """Return the longest time of all processes. A collective."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what continues the workers that live in this process."""
+        """Return the state of the workers in this process."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state. A collective call."""
+        """Continue from a state. A collective."""
         ...
 
 
 @final
 class RunCheckpoints:
-    """The checkpoint of one run: at most one is kept, and the one before until it is complete.
+    """The checkpoint of one run; the previous one is removed when the new one is complete.
 
     Args:
         run_id: the specification's; a checkpoint of another run is never used.
@@ -108,13 +108,13 @@ class RunCheckpoints:
         self._every_s = where.every_s
         self._folder = CheckpointFolder(where.folder, workers.rank)
         self._lines: list[str] = []
-        """The records so far; on the first process, which is the one that is heard."""
+        """The records so far; on the first process only, whose records are used."""
         self._renew()
 
     def note(self, record: Record) -> None:
-        """Keep a record that the run has yielded, for the next checkpoint.
+        """Keep a record for the next checkpoint.
 
-        Norms are too many to write again and again: whoever keeps them has them on the disk.
+        Not norms, which are too large to write at every checkpoint: the reader has stored them.
         """
         if self._workers.rank == 0 and not isinstance(record, Norms):
             self._lines.append(to_line(record))
@@ -124,8 +124,8 @@ class RunCheckpoints:
     def save_where_due(self) -> None:
         """Save, if the next step would end after the interval. Call it before every step.
 
-        Processes must agree on that, and to agree is to wait for each other; so they ask rarely,
-        about when half of the time that is left will be over.
+        Processes must agree on that by a collective, which synchronizes them; so they do it
+        rarely, about when half of the remaining time has passed.
         """
         step = self._clock.step
         if step < self._ask_at:
@@ -145,7 +145,7 @@ class RunCheckpoints:
         self._ask_at = self._renewed_step + 1
 
     def _save(self, step: int) -> None:
-        """Write a checkpoint; where a process cannot, the run goes on with the one before."""
+        """Write a checkpoint; if any process fails to, the previous one stays valid."""
         folder = self._folder
         try:
             checksum = folder.write_part(step, self._state())
@@ -160,7 +160,7 @@ class RunCheckpoints:
         except OSError as error:
             _log.warning("the run goes on without a checkpoint of step %d: %s", step, error)
             complete = False
-        # The one before goes when no process needs it any more.
+        # Removed only after all processes have saved: until then one may need it to resume.
         if _NOTHING in self._workers.gather(0 if complete else _NOTHING):
             folder.remove(step)
             return
@@ -175,18 +175,18 @@ class RunCheckpoints:
             "records": "\n".join(self._lines),
         }
 
-    # - Going on
+    # - Resuming
 
     def restore(self) -> Iterator[Record]:
-        """Go on from the newest checkpoint that all processes can read; yield its records.
+        """Resume from the newest checkpoint that all processes can read; yield its records.
 
-        Where there is none nothing has changed, and the run starts from its beginning.
+        Without one nothing has changed, and the run starts from the beginning.
         """
         found = self._find()
         for step in self._folder.steps():
             if found is None or self._folder.of(step) != found.folder:
                 self._folder.remove(step)
-        self._workers.gather(0)  # no process saves while another still removes
+        self._workers.gather(0)  # a barrier: no process may save while another removes
         if found is None:
             return
         self._workers.load_state_dict(found.state["workers"])
@@ -213,7 +213,7 @@ class RunCheckpoints:
         return None
 
     def _newest(self, older_than: int | None) -> int:
-        """Return the newest step that a process has a complete checkpoint of."""
+        """Return the newest step of which any process has a complete checkpoint."""
         steps = self._folder.complete_steps()
         left = [step for step in steps if older_than is None or step < older_than]
         return max(self._workers.gather(max(left, default=_NOTHING)))

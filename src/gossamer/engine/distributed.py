@@ -1,7 +1,7 @@
-"""The engine of real ranks: one process per worker under torchrun, over Gloo.
+"""The distributed engine: one process per worker under torchrun, over Gloo.
 
-``run`` starts them and yields the records that rank 0 writes; ``python -m
-gossamer.engine.distributed`` is what each of them executes.
+``run`` starts them and yields the records that rank 0 writes; each of them executes ``python -m
+gossamer.engine.distributed``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _END_S = 60.0
 
 
 class RunError(RuntimeError):
-    """The processes of a run did not come to their end."""
+    """The processes of a run failed."""
 
 
 def run(
@@ -69,7 +69,7 @@ def run(
                     end = record  # the processes may still fail
                 else:
                     yield record
-        if end is not None and end.status == "error":  # a rank refused to begin
+        if end is not None and end.status == "error":  # a rank could not start
             raise UserError(end.reason)
         if processes.returncode != 0 or end is None:
             said = errors.read_text(errors="replace").strip()[-3000:]
@@ -90,7 +90,7 @@ def _torchrun(
         env={"OMP_NUM_THREADS": "1", **_search_alike(), **os.environ},
         stdout=log,
         stderr=log,
-        start_new_session=True,  # Ctrl-C is for who started the run
+        start_new_session=True,  # Ctrl-C reaches only this process, which ends them
     )
     try:
         yield processes
@@ -104,17 +104,17 @@ def _torchrun(
 
 
 def _search_alike() -> dict[str, str]:
-    """Return what has ``python -m`` look for modules where this process does.
+    """Return the environment in which ``python -m`` searches modules where this process does.
 
     It would search the current folder first, which a console script does not: a plug-in there would
-    hide the installed one that has named the run.
+    shadow the installed one whose digest is in the run's id.
     """
     first = sys.path[0] if sys.path else None
     return {} if first in ("", str(Path.cwd())) else {"PYTHONSAFEPATH": "1"}
 
 
 def _follow(path: Path, processes: subprocess.Popen[bytes]) -> Iterator[Record]:
-    """Yield records as their lines are completed, until the processes end."""
+    """Yield records as their lines are completed, until the processes exit."""
     with path.open() as lines:
         rest = ""
         while True:
@@ -127,10 +127,10 @@ def _follow(path: Path, processes: subprocess.Popen[bytes]) -> Iterator[Record]:
 
 
 class _Synchronization(Protocol):
-    """How ranks keep together."""
+    """How ranks synchronize: DDP, or gossip."""
 
     module: nn.Module
-    """What a forward pass goes through."""
+    """The module to call in forward passes."""
 
     @property
     def mixing(self) -> Gossip | None: ...
@@ -138,21 +138,21 @@ class _Synchronization(Protocol):
     def averaged(self) -> AbstractContextManager[None]: ...
 
     def bytes_of(self, step: Callable[[], object]) -> float:
-        """Take a step; return the bytes that this rank has sent for what it mixed or averaged."""
+        """Take a step; return the bytes that this rank sent for it."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what continues it, besides the model and the optimizer."""
+        """Return its state, without the model's and the optimizer's."""
         ...
 
     def resumed(
         self, state: dict[str, Any], take_step: Callable[[], object]
     ) -> AbstractContextManager[None]:
-        """Continue from a state, after the model and the optimizer have loaded theirs in the block.
+        """Continue from a state; the model and the optimizer load theirs in the ``with`` block.
 
         Args:
             state: of the same run.
-            take_step: takes any step, of which nothing is left when all states are loaded.
+            take_step: takes a step whose effects the loaded states overwrite.
         """
         ...
 
@@ -183,7 +183,7 @@ class _AllReduce:
 
     @contextlib.contextmanager
     def resumed(self, state: dict[str, Any], take_step: Callable[[], object]) -> Generator[None]:
-        # After its first step DDP orders buckets anew, and their order decides how sums round.
+        # DDP rebuilds its buckets after the first step, and their order decides how sums round.
         take_step()
         yield
 
@@ -221,7 +221,7 @@ class _Gossiping:
         sent = self.mixing.bytes_sent - before
         if not self._overlapped:
             return sent
-        # An overlapped step mixes what the one before it has sent.
+        # An overlapped step mixes what the previous one sent.
         mixed, self._on_the_wire = self._on_the_wire, sent
         return mixed
 
@@ -272,7 +272,7 @@ class _Rank:
         set_lr(self._optimizer, lr)
         self._model.train()
         self._optimizer.zero_grad()
-        # What a forward pass draws is what this worker draws in a simulation.
+        # The seed of this worker in a simulation: forward passes draw the same numbers.
         torch.manual_seed(worker_seed(self._seed, self.rank, self._num_steps))
         self._num_steps += 1
         loss = self._workload.loss(self._synchronization.module(inputs[0]), targets[0])
@@ -335,7 +335,7 @@ class _Rank:
         self._synchronization.close()
 
     def _common_metric(self, data: Data) -> float:
-        """Return the metric of a model that is the same on all ranks; each takes a part of it."""
+        """Return the metric of a model that all ranks share; each evaluates a part of the data."""
         metric = self._workload.evaluate
         if not isinstance(metric, MeanMetric):
             return float(_gather(metric(self._model, data) if self.rank == 0 else 0.0)[0])
@@ -347,7 +347,7 @@ class _Rank:
 
 
 def _gather(value: float) -> FloatArray:
-    """Return every rank's number."""
+    """Return every rank's value."""
     values = torch.empty(dist.get_world_size(), dtype=torch.float64)
     dist.all_gather_single(values, torch.tensor([value], dtype=torch.float64))
     return values.numpy()
@@ -358,7 +358,7 @@ def train_rank(
 ) -> Iterator[Record]:
     """Train as one rank of the default process group; every rank yields the same records.
 
-    Where the run goes on from a checkpoint, rank 0 alone yields those up to it.
+    When resumed from a checkpoint, only rank 0 yields the records up to it.
     """
     rank = _Rank(spec)
     yield from train(spec, rank, norms_mb, checkpointing)
@@ -368,7 +368,7 @@ def train_rank(
 def _main(
     specification: str, run_id: str, path: str, norms_mb: str, folder: str = "", every_s: str = ""
 ) -> None:
-    """Train as one rank; rank 0 writes the records, and any rank why it cannot begin."""
+    """Train as one rank; rank 0 writes the records, and any rank why it cannot start."""
     end_with_parent(signal.SIGKILL)
     try:
         spec = receive(specification, run_id, f"on rank {os.environ['RANK']}")

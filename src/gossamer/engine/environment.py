@@ -14,7 +14,7 @@ import torch
 
 @cache
 def environment() -> dict[str, str]:
-    """Return what a result depends on besides its specification."""
+    """Return what a result depends on besides its specification, for its first record."""
     return {
         "gossamer": metadata.version("gossamer"),
         "commit": _commit(),

@@ -1,4 +1,4 @@
-"""Which test samples an evaluation is on: a fixed part on the way, all of them at the end."""
+"""The test samples of an evaluation: a fixed subset during training, all of them at the end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gossamer.engine.spec import RunSpec
 from gossamer.workloads import Data
 
 _SEED = 0
-"""Of the choice, which is the same in all runs: whatever differs between their curves is not it."""
+"""Seed of the subset, the same in all runs, so that their curves are comparable."""
 
 
 @final
@@ -20,7 +20,7 @@ class TestSamples:
     """The test samples of a run's evaluations.
 
     Args:
-        spec: says how many are for evaluations on the way.
+        spec: has the number of samples for evaluations during training.
         data: of its workload.
     """
 
@@ -31,7 +31,7 @@ class TestSamples:
         self._num = spec.evaluate_samples
 
     def data(self, last: bool) -> Data:
-        """Return the workload's data, on the way with some of the test samples alone."""
+        """Return the workload's data, with a subset of the test samples unless it is the last."""
         return self._all if self.num(last) is None else self._some
 
     def num(self, last: bool) -> int | None:

@@ -1,4 +1,4 @@
-"""Specifications as they come to another process, which loads the plug-ins they name by itself."""
+"""Specifications received from another process; plug-ins are loaded again, and compared."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def receive(specification: str, run_id: str, here: str) -> RunSpec:
 
     Args:
         specification: in JSON.
-        run_id: what it is called where it was planned, and so which sources it had there.
-        here: where or when it is received, for the error: on which rank, or since when.
+        run_id: its id where it was planned, which depends on the plug-ins' sources there.
+        here: where or when it is received, for the error.
 
     Raises:
         UserError: a plug-in cannot be loaded here, or has another source.
@@ -32,8 +32,8 @@ def receive(specification: str, run_id: str, here: str) -> RunSpec:
 
 
 def other_source(where: str) -> UserError:
-    """Return the error: a run of two sources would be recorded as one of either."""
+    """Return the error: a run of two versions of a plug-in would be recorded as one of them."""
     return UserError(
         "the source of a plug-in must be the same for all of a run, got another one "
-        f"{where}; make the files equal, or start the experiment again"
+        f"{where}; make the files equal, or restart the experiment"
     )

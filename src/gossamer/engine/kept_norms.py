@@ -1,4 +1,4 @@
-"""Which of a run's norms are kept: as many as a file may be large, at even distances."""
+"""Which of a run's norms are stored: as many as fit the file's budget, at equal intervals."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from gossamer.records import Norms
 from gossamer.topology.arrays import FloatArray
 
 BYTES_PER_NORM = 9
-"""In a columnar file: eight, and what it takes to say of which step, tensor and worker it is."""
+"""Per norm in a columnar file: eight, plus the columns for step, tensor and worker."""
 
 OVERHEAD = 16_384
-"""Bytes of a file that holds next to nothing."""
+"""Bytes of a nearly empty file."""
 
 
 class _Measured(Protocol):
@@ -26,7 +26,7 @@ class _Measured(Protocol):
 class KeptNorms:
     """The norms of a run that are yielded among its records.
 
-    Which ones follows from the specification alone: a run that goes on after a kill keeps the same.
+    The choice depends on the specification only, so that a resumed run stores the same ones.
 
     Args:
         spec: of the run.
@@ -40,12 +40,12 @@ class KeptNorms:
         self._tensors = list(tensors)
         if spec.topology != CENTRALIZED:
             self.every = interval(spec, len(tensors), norms_mb)
-            # The last step of a longer interval that is mixed is also that of a shorter one, so
-            # what is kept has been measured.
+            # An interval must be a multiple of log_every: its last mixed step is then also the last
+            # of a shorter interval, at which norms have been measured.
             self._steps = NormSteps(spec.schedule, spec.make_algorithm().overlaps, self.every)
 
     def after(self, step: int, mixing: _Measured | None) -> Norms | None:
-        """Return the norms of the last of so many steps, where they are kept."""
+        """Return the norms measured in the interval that ends here, where they are stored."""
         if mixing is None or step - 1 not in self._steps:
             return None
         assert mixing.last_norms is not None, "norms are measured where they are kept"
@@ -54,10 +54,10 @@ class KeptNorms:
 
 
 def interval(spec: RunSpec, num_tensors: int, norms_mb: float) -> int:
-    """Return the steps between two norms that are kept: ``log_every``, or a multiple that fits.
+    """Return the steps between two stored norms: ``log_every``, or a multiple that fits.
 
     Args:
-        spec: of the run; a budget that ends it early has no part in this.
+        spec: of the run; budgets that may end it early are ignored.
         num_tensors: how many are trained.
         norms_mb: the most that all of them may take in a file.
     """

@@ -1,4 +1,4 @@
-"""The training loop of both engines: which batches, which learning rate, which records when."""
+"""The training loop of both engines: batches, learning rates, and when to yield which records."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class MixingWorkers(Protocol):
 
     @property
     def decision(self) -> Decision | None:
-        """What a control decided last."""
+        """The control's last decision."""
         ...
 
     def sketches(self) -> FloatArray:
@@ -50,7 +50,7 @@ class MixingWorkers(Protocol):
 
 
 class Metrics(NamedTuple):
-    """What an evaluation found."""
+    """The result of an evaluation."""
 
     average: float
     """Of the average model."""
@@ -63,14 +63,14 @@ class Metrics(NamedTuple):
 
 
 class Trainer(Saved, Protocol):
-    """What an engine provides: W workers, here or elsewhere.
+    """What an engine provides: W workers, virtual or processes.
 
-    Every method is a collective call where workers are processes.
+    With processes every method is a collective.
     """
 
     @property
     def mixing(self) -> MixingWorkers | None:
-        """What mixes; None where all workers hold one model."""
+        """The workers that mix; None where all share one model."""
         ...
 
     @property
@@ -80,11 +80,11 @@ class Trainer(Saved, Protocol):
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes of what one worker trains."""
+        """Bytes of the parameters that one worker trains."""
         ...
 
     def draw(self, epoch: int) -> npt.NDArray[np.int64]:
-        """Return the samples of the workers that live in this process, [workers, steps, batch]."""
+        """Return the samples of the workers in this process, [workers, steps, batch]."""
         ...
 
     def step(self, samples: npt.NDArray[np.int64], lr: float) -> None:
@@ -96,7 +96,7 @@ class Trainer(Saved, Protocol):
         ...
 
     def bytes_sent(self) -> float:
-        """Return what the average worker has sent so far."""
+        """Return the bytes sent so far, mean over workers."""
         ...
 
     def evaluate(self, replicas: Sequence[int], last: bool) -> Metrics:
@@ -104,7 +104,7 @@ class Trainer(Saved, Protocol):
 
         Args:
             replicas: these workers'.
-            last: on all test samples, and not on those that are for evaluations on the way.
+            last: evaluate on all test samples, not on the subset used during training.
         """
         ...
 
@@ -119,9 +119,9 @@ def train(
 
     Args:
         spec: what is run.
-        trainer: the workers, at their beginning.
-        norms_mb: the most that norms among the records may take; 0 for none of them.
-        checkpointing: where the run goes on from, and saves itself; by default it does neither.
+        trainer: the workers, before the first step.
+        norms_mb: budget of norms among the records; 0 for none of them.
+        checkpointing: where the run resumes from and saves to; by default it does neither.
     """
     kept = KeptNorms(spec, trainer.tensor_names, norms_mb)
     clock = _Clock(spec, trainer)
@@ -131,7 +131,7 @@ def train(
     checkpoints = RunCheckpoints(spec.id, clock, trainer, checkpointing)
     yield from checkpoints.restore()
     for record in _train(spec, trainer, clock, kept, checkpoints.save_where_due):
-        checkpoints.note(record)  # before it is yielded: the next step may save
+        checkpoints.note(record)  # before the yield: the next step may save, and must include it
         yield record
 
 
@@ -142,7 +142,7 @@ def _train(
     kept: KeptNorms,
     before_step: Callable[[], None],
 ) -> Iterator[Record]:
-    """Take the steps that are left, and yield the records that they make."""
+    """Take the remaining steps, and yield their records."""
     if clock.step == 0:
         yield Started(
             run_id=spec.id,
@@ -188,12 +188,12 @@ def _train(
 
 
 _CLOCK_STATE = ("step", "lr", "last_lr", "bytes_sent", "train_s", "_own_s", "_learned_at")
-"""All that a clock holds besides what it is made of."""
+"""The attributes that make up a clock's state."""
 
 
 @final
 class _Clock:
-    """How far a run is: in steps, and in bytes and time, which may be its budget."""
+    """The progress of a run in steps, bytes and time, each of which may be its budget."""
 
     def __init__(self, spec: RunSpec, trainer: Trainer) -> None:
         self._spec = spec
@@ -207,7 +207,7 @@ class _Clock:
         self.bytes_sent = self.train_s = 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what continues it; the seconds are this process's own."""
+        """Return the state; the seconds are this process's own."""
         return {name: getattr(self, name) for name in _CLOCK_STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -231,7 +231,7 @@ class _Clock:
         self.last_lr, self.lr = self.lr, self._spec.lr_at(self.step, self._done())
 
     def learn_spent(self) -> None:
-        """Learn what all processes have spent; a collective call, so that all end together."""
+        """Update what all processes have spent; a collective, so that all end at the same step."""
         if self._learned_at == self.step:  # a budget, a record and an evaluation may all ask
             return
         self._learned_at = self.step
@@ -239,7 +239,7 @@ class _Clock:
         self.train_s = self._trainer.slowest(self._own_s)
 
     def _done(self) -> float:
-        """Return the share of the run that is behind, by the limit that is nearest."""
+        """Return the fraction of the run that is done, by the nearest limit."""
         spec = self._spec
         return max(
             self.step / spec.num_steps,
@@ -249,7 +249,7 @@ class _Clock:
 
 
 def _measure(spec: RunSpec, clock: _Clock, trainer: Trainer) -> Step:
-    """Return the record of the step that was just taken."""
+    """Return the record of the last step."""
     losses = trainer.losses()
     mixing = trainer.mixing
     apart: dict[str, Any] = _one_model(spec)
@@ -282,7 +282,7 @@ def _one_model(spec: RunSpec) -> dict[str, Any]:
 def _differences(
     spec: RunSpec, clock: _Clock, trainer: Trainer, mixing: MixingWorkers
 ) -> dict[str, Any]:
-    """Return how far workers are apart, and what is done about it."""
+    """Return the distance and dispersion of workers, and the control's decision."""
     sketches = mixing.sketches()
     decision, norms = mixing.decision, mixing.last_norms
     # Under awc the next step's round has been chosen, and its exchange has begun.
@@ -311,6 +311,6 @@ def _differences(
 
 
 def _spread(num_workers: int, most: int) -> list[int]:
-    """Return all workers, or some at even distances where there are many."""
+    """Return all workers, or ``most`` at equal intervals where there are more."""
     places = np.linspace(0, num_workers - 1, min(num_workers, most))
     return sorted({round(place) for place in places.tolist()})

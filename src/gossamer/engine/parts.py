@@ -1,4 +1,4 @@
-"""What the fields of a specification name: the engine's own tables, and where to look each up."""
+"""The parts that a specification names: the engine's own tables, and the registry of each field."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
 }
 
 OPTIMIZER_VERSIONS = {"accum_adam": 2, "accum_adamw": 2}
-"""Of those whose updates have changed; part of a run's id, so that old records are not taken for
-new ones."""
+"""Versions of optimizers whose update has changed; part of a run's id, so that old records are not
+mistaken for new ones."""
 
 LR_SCHEDULES: dict[str, Callable[[float, float], float]] = {
     "constant": lambda done, warmups: 1.0,
@@ -38,15 +38,16 @@ LR_SCHEDULES: dict[str, Callable[[float, float], float]] = {
     "steps": lambda done, warmups: 0.1 ** ((done >= 0.5) + (done >= 0.75)),
     "inverse_sqrt": lambda done, warmups: max(1.0, warmups) ** -0.5,
 }
-"""Factor of the learning rate, of the share of training that is done, and of the steps that are,
-in lengths of the warm-up."""
+"""Factor of the learning rate: a function of the fraction of training that is done, and of the
+steps taken in units of the warm-up."""
 
 LR_SCALINGS: dict[str, Callable[[float], float]] = {
     "none": lambda s: 1.0,
     "linear": lambda s: s,
     "sqrt": math.sqrt,
 }
-"""Factor of the learning rate, of s = batch size x averaging neighbourhood / reference batch."""
+"""Factor of the learning rate: a function of s = batch size x averaging neighbourhood / reference
+batch."""
 
 OPTIMIZER_REGISTRY: Registry[Optimizer] = Registry(
     kind="optimizer",
@@ -87,11 +88,11 @@ REGISTRIES: dict[str, Registry[Any]] = {
     "lr_schedule": LR_SCHEDULE_REGISTRY,
     "lr_scaling": LR_SCALING_REGISTRY,
 }
-"""Of the fields that name a part."""
+"""The registry of each field that names a part."""
 
 
 def with_absolute_paths(fields: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return fields of a run in which plug-ins do not depend on the current folder.
+    """Return fields of a run with the paths of plug-ins made absolute.
 
     Args:
         fields: of a run.
@@ -102,7 +103,7 @@ def with_absolute_paths(fields: Mapping[str, Any], folder: Path) -> dict[str, An
 
 
 def with_algorithm(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields of a run in which an order has become the algorithm that it names."""
+    """Return fields of a run with ``order`` replaced by the algorithm that it names."""
     fields = dict(given)
     order = fields.pop("order", "")
     if order:
@@ -130,7 +131,7 @@ def split_optimizer(recipe: Mapping[str, Any], given: Mapping[str, Any]) -> dict
     if twice := part.arguments.keys() & options.keys():
         raise UserError(
             f"an option must be given in one place, got {', '.join(sorted(twice))} in optimizer "
-            f"{given['optimizer']!r} and in optimizer_options; take one of them away"
+            f"{given['optimizer']!r} and in optimizer_options; remove one of them"
         )
     listed = {
         name: tuple(value) if isinstance(value, list) else value

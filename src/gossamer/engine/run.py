@@ -1,4 +1,4 @@
-"""The one way to run a specification, whichever engine it names."""
+"""``run``: train a specification on the engine that it names."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ def run(
     norms_mb: float = 0.0,
     checkpointing: Checkpointing | None = None,
 ) -> Iterator[Record]:
-    """Train as specified; yield records while it goes on.
+    """Train as specified; yield records during training.
 
-    Where there is a checkpoint of this run, it goes on from there, after the records up to it.
+    With a checkpoint of this run, yield the records up to it and resume from there.
 
     Args:
         spec: what to train, and how.
         memory_gb: most memory of a simulation; by default what is free.
-        norms_mb: the most that Norms records may take in a file, which decides how many there are;
-            0 for none of them.
-        checkpointing: where the run keeps its checkpoint, and how often it makes one; by default
-            it makes none. The folder is left behind: whoever has kept the records removes it.
+        norms_mb: budget of Norms records in a file, which decides how many there are; 0 for none.
+        checkpointing: where the run stores its checkpoint, and how often; by default it saves none.
+            The caller removes the folder, once it has stored the records.
     """
     if spec.engine == "simulated":
         return simulated.run(spec, memory_gb, norms_mb, checkpointing)

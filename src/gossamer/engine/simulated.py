@@ -1,4 +1,4 @@
-"""The engine of virtual workers: all of them stacked in this process."""
+"""The simulated engine: all workers stacked in this process."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class _Virtual:
     def _metrics(self, sim: Simulation, replicas: Sequence[int], data: Data) -> list[float]:
         """Return the metrics of the average model, and of some workers' own."""
         metric, average = self._workload.evaluate, sim.average().eval()
-        if not isinstance(metric, MeanMetric):  # what it does with a model is not known
+        if not isinstance(metric, MeanMetric):  # an unknown metric may need a module
             own = (sim.worker(worker).eval() for worker in replicas)
             return [metric(average, data), *(metric(model, data) for model in own)]
         models = [average, *(_forward(average, sim, worker) for worker in replicas)]

@@ -1,4 +1,4 @@
-"""One training run as a value: what is trained, by whom, how they mix."""
+"""One training run as an immutable value: the workload, the workers, and how they mix."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from gossamer.wire import parse_wire
 from gossamer.workloads import Data, Workload
 
 CENTRALIZED = "centralized"
-"""In place of a topology: gradients are averaged over all workers, which hold one model."""
+"""Instead of a topology: gradients are averaged over all workers, which share one model."""
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -61,13 +61,13 @@ _LATER_FIELDS = {
     "wire": "fp32",
     "fragments": 1,
 }
-"""Which are no part of an id where they are as before there were any, and what that is."""
+"""Later fields with the value that earlier runs had: with it they are not part of the id."""
 
 _FROM_RECIPE: Any = Field(default=None)  # never None once made: see RunSpec._take_recipe
 
 
 class RunSpec(BaseModel):
-    """All that decides a run's result; what is not given comes from the workload's recipe."""
+    """All that decides a run's result; fields not given come from the workload's recipe."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -79,7 +79,7 @@ class RunSpec(BaseModel):
     """As ``topology.parse`` takes it, or ``"centralized"``."""
 
     method: str = ""
-    """What reports call how it is distributed; no part of the id."""
+    """The method's name in reports; not part of the id."""
 
     engine: Literal["simulated", "distributed"] = "simulated"
     algorithm: str = "awc"
@@ -93,10 +93,10 @@ class RunSpec(BaseModel):
     """A name in ``consensus.catalogue.CONTROLS``, with arguments."""
 
     wire: str = "fp32"
-    """What of parameters travels: a name in ``wire.WIRES``, with arguments."""
+    """The wire format of parameters: a name in ``wire.WIRES``, with arguments."""
 
     fragments: int = Field(default=1, ge=1, le=MAX_FRAGMENTS)
-    """Of the parameters, of which each exchange is one in turn."""
+    """Into how many the parameters are split; exchanges send them in turn."""
 
     seed: int = Field(default=0, ge=0, lt=2**63)
     dtype: Literal["float32", "float64"] = "float32"
@@ -120,8 +120,8 @@ class RunSpec(BaseModel):
     workers in centralized training, and a worker and its neighbours otherwise."""
 
     lr_follows_graph: bool = False
-    """Whether ``lr_scaling`` uses the neighbourhood at each step, in place of the first step's;
-    where steps are local, that of the exchange they lead up to."""
+    """Whether ``lr_scaling`` uses the neighbourhood of each step instead of the first; for local
+    steps, that of the next exchange."""
 
     clip_norm: NonNegativeFloat = 0.0
     """The largest norm of a gradient: of each worker's own, or of the mean in centralized training;
@@ -138,14 +138,14 @@ class RunSpec(BaseModel):
     epochs: Count = _FROM_RECIPE
     steps_per_epoch: Count = _FROM_RECIPE
     max_steps: Count | None = None
-    """End early after so many steps."""
+    """End early after this many steps."""
 
     max_bytes: PositiveFloat | None = None
-    """End early when the average worker has sent so much; on processes that includes the padding
-    between tensors, about 1 % for the smallest models."""
+    """End early when workers have sent this much on average; on processes that includes the padding
+    of buckets, about 1 % for the smallest models."""
 
     max_train_s: PositiveFloat | None = None
-    """End early when steps have taken so long."""
+    """End early when training steps have taken this long."""
 
     log_every: Count = 25
     """Steps between two Step records. They cost up to half of a step of the smallest model, so 25
@@ -158,17 +158,17 @@ class RunSpec(BaseModel):
     """How many workers' own models are evaluated."""
 
     evaluate_samples: Annotated[int, Field(ge=0, le=10**9)] = _FROM_RECIPE
-    """Test samples of an evaluation on the way, the same ones in all runs; 0 for all of them. The
-    last evaluation is on all."""
+    """Test samples of an evaluation during training, the same in all runs; 0 for all of them. The
+    last evaluation uses all."""
 
     validation_share: float = Field(default=0.0, ge=0, lt=1)
-    """Training samples that are held back and evaluated on, in place of the test samples, which
-    such a run never sees; 0 for none. As many steps are taken as without."""
+    """Fraction of the training samples held out and evaluated on instead of the test samples, which
+    such a run never uses; 0 for none. The number of steps does not change."""
 
     @model_validator(mode="before")
     @classmethod
     def _take_recipe(cls, given: dict[str, Any]) -> dict[str, Any]:
-        # What is of another type is left as it is: the fields refuse it.
+        # Values of other types are passed on: validation of the fields raises on them.
         if not isinstance(given.get("workload", ""), str):
             return given
         workload = workloads.find(given.get("workload", ""))
@@ -224,8 +224,8 @@ class RunSpec(BaseModel):
             )
         elif given := self._not_centralized:
             raise UserError(
-                "centralized training averages gradients at every step, in full, with nothing to "
-                f"control or to choose, got {given}; leave it out"
+                "centralized training all-reduces full gradients at every step, so it takes no "
+                f"option of gossip, got {given}; leave it out"
             )
         averages = self.topology == "complete" and self.algorithm == "atc"
         if self.outer_lr is not None and not averages:
@@ -236,7 +236,7 @@ class RunSpec(BaseModel):
 
     @property
     def _not_centralized(self) -> dict[str, Any]:
-        """What centralized training knows nothing of, where it is not the default."""
+        """The options of gossip that differ from their defaults."""
         default = {"control": "plain", "every": 1, "wire": "fp32", "fragments": 1}
         own = {name: getattr(self, name) for name in (*default, "algorithm")}
         return {
@@ -247,37 +247,37 @@ class RunSpec(BaseModel):
 
     @property
     def id(self) -> str:
-        """A short name that differs wherever anything does that decides the result.
+        """A short hash of everything that decides the result.
 
-        Two simulated runs of one id are equal to the bit, on machines of one kind with the same
-        versions and as many threads: nothing that is timed decides on what is computed. A limit of
-        time does (``max_train_s``), and too little memory may.
+        Two simulated runs with the same id are bit-identical on the same kind of machine, versions
+        and number of threads, as no timing decides what is computed. Except that a time limit does
+        (``max_train_s``), and too little memory may.
         """
         fields = self.model_dump(exclude={"method"})
         if self.algorithm in ORDERS:
-            fields["order"] = fields.pop("algorithm")  # runs of before there were others
+            fields["order"] = fields.pop("algorithm")  # keeps ids from before there were others
             if self.topology == "complete" and self.every > 1:
                 fields["topology"] = f"local_sgd(every={fields.pop('every')})"
         if self.evaluate_samples == self.make_workload().recipe.evaluate_samples:
-            del fields["evaluate_samples"]  # runs of before it was a field keep their ids
+            del fields["evaluate_samples"]  # keeps ids from before it was a field
         for name, default in _LATER_FIELDS.items():  # as well
             if fields.get(name) == default:
                 del fields[name]
         if self.optimizer in OPTIMIZER_VERSIONS:
             fields["optimizer_version"] = OPTIMIZER_VERSIONS[self.optimizer]
-        fields["optimizer_options"] = {  # 1 and 1.0 are one setting
+        fields["optimizer_options"] = {  # 1 and 1.0 are the same setting
             name: float(value) if type(value) is int else value
             for name, value in self.optimizer_options.items()
         }
         for name, part in self.parts.items():
-            if part.plugins:  # wherever they lie
+            if part.plugins:  # independent of their paths
                 fields[name] = part.identity
         text = f"{self.make_workload().version} {json.dumps(fields, sort_keys=True)}"
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     @property
     def parts(self) -> dict[str, Part[Any]]:
-        """What its fields name, by field."""
+        """The parts that its fields name, by field."""
         return {
             field: _look_up(field, getattr(self, field), self.steps_per_epoch)
             for field in REGISTRIES
@@ -292,7 +292,7 @@ class RunSpec(BaseModel):
 
     @property
     def num_steps(self) -> int:
-        """Steps of the whole run."""
+        """Steps of the run, if no budget ends it early."""
         return min(self.epochs * self.steps_per_epoch, self.max_steps or sys.maxsize)
 
     @property
@@ -321,7 +321,7 @@ class RunSpec(BaseModel):
 
         Args:
             step: from 0.
-            done: the share of training that is behind it, where a budget may end it early.
+            done: the fraction of training that is done, where a budget may end it early.
         """
         done = step / self.num_steps if done is None else done
         warmups = (step + 1) / max(1.0, self.warmup_epochs * self.steps_per_epoch)
@@ -333,7 +333,7 @@ class RunSpec(BaseModel):
             return 1.0
         neighbourhood: float = self.workers
         if self.topology != CENTRALIZED:
-            # Of the exchange that a local step leads up to.
+            # For a local step, that of the next exchange.
             at = (step if self.lr_follows_graph else 0) // self.every * self.every
             round = self.schedule.round(at + self.every - 1)
             neighbourhood = 1 + float(round.in_degrees.mean())
@@ -341,21 +341,21 @@ class RunSpec(BaseModel):
         return LR_SCALING_REGISTRY.parse(self.lr_scaling).make(scale)
 
     def make_workload(self) -> Workload:
-        """Return what is trained."""
+        """Return the workload."""
         return workloads.find(self.workload)
 
     def load_data(self) -> Data:
-        """Return what it learns from and is judged by."""
+        """Return the training and test data."""
         data = self.make_workload().load()
         return data.with_validation(self.validation_share) if self.validation_share else data
 
     @property
     def workload_facts(self) -> WorkloadFacts:
-        """What its records keep of the workload."""
+        """Facts of the workload for its records."""
         return facts_of(self.make_workload())
 
     def make_model(self) -> torch.nn.Module:
-        """Return the model that every worker starts from; torch's own generator stays as it was."""
+        """Return the model that every worker starts from; torch's global generator is restored."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             return self.make_workload().make_model().to(DTYPES[self.dtype])
@@ -373,7 +373,7 @@ class RunSpec(BaseModel):
 
 
 def facts_of(workload: Workload) -> WorkloadFacts:
-    """Return what an analysis has to know of a workload."""
+    """Return what an analysis needs of a workload."""
     return WorkloadFacts(
         metric_name=workload.metric_name,
         higher_is_better=workload.higher_is_better,
@@ -400,7 +400,7 @@ def trained_bytes(model: torch.nn.Module) -> int:
 
 @lru_cache(maxsize=1024)
 def _look_up(field: str, text: str, steps_per_epoch: int) -> Part[Any]:
-    """Return what a field names; kept, because every id asks."""
+    """Return the part that a field names; cached, because every id needs it."""
     defaults = {"steps_per_epoch": steps_per_epoch} if field == "topology" else None
     return REGISTRIES[field].parse(text, defaults)
 
@@ -422,7 +422,7 @@ def adapted_schedule(
 
 @lru_cache(maxsize=256)
 def make_schedule(text: str, workers: int, steps_per_epoch: int) -> Schedule:
-    """Return the rounds that a run's topology names; kept, because a run asks at every step."""
+    """Return the schedule that a run's topology names; cached, because every step needs it."""
     return topology.parse(text, workers, steps_per_epoch=steps_per_epoch)
 
 
