@@ -1,9 +1,9 @@
 """Adam for small local batches: moments that are committed once per window of steps.
 
-Each worker's gradient is that of a small batch. Its noise makes the second moment too large, and a
-mean of normalised updates is not the normalised mean: at equal steps Adam on gossip learns less
-than on averaged gradients. AccumAdam moves parameters at every step, but its persistent moments see
-only the mean gradient of each window of s steps:
+Each worker's gradient is that of a small batch. Its noise inflates the second moment, and a mean of
+normalized updates is not the normalized mean: at equal steps Adam with gossip has a higher loss
+than with averaged gradients. AccumAdam updates parameters at every step, but its persistent moments
+only use the mean gradient of each window of s steps:
 
     k = ceil(t/s);   b1 = β1^s;   b2 = β2^s
     m~ = b1·m + (1 − b1)·g            v~ = b2·v + (1 − b2)·g²          (this step only)
@@ -12,9 +12,9 @@ only the mean gradient of each window of s steps:
     if t % s == 0:   m ← b1·m + (1 − b1)·c;   v ← b2·v + (1 − b2)·c²;   c ← 0
 
 Betas are per step, as Adam's: moments that are committed once in s steps forget s times more
-slowly, hence the powers. The paper gives them per window, b1 = β1 and b2 = β2; so does
-``betas_per="window"``. s = 1 is Adam either way. Everything is elementwise, so the same code serves
-one worker's tensors and stacked ones. Reference: Wang et al., From promise to practice
+slowly, hence the powers. The paper has them per window, b1 = β1 and b2 = β2, as does
+``betas_per="window"``. s = 1 is Adam either way. Everything is elementwise, so the same code works
+on one worker's tensors and on stacked ones. Reference: Wang et al., From promise to practice
 (https://arxiv.org/abs/2410.11998).
 """
 
@@ -41,12 +41,12 @@ _LONGEST_AUTO_WINDOW = 8
 """The paper's at 16 and at 32 workers."""
 
 _FEWEST_WINDOWS = 10
-"""That the second moment should average over, 1/(1 − b2). A share 1 − b2 of v~ is the gradient of
-one step, with all of the noise that the window was to average away."""
+"""Windows that the second moment should average over, 1/(1 − b2). A fraction 1 − b2 of v~ is the
+gradient of one step, with the noise that the window should average out."""
 
 _NOT_OFFERED = ("amsgrad", "maximize", "capturable", "differentiable")
 _OF_TORCH = (*_NOT_OFFERED, "foreach", "fused", "decoupled_weight_decay")
-"""What groups of torch's Adam have, and ours do not."""
+"""Options of torch's Adam that AccumAdam does not have."""
 
 
 def auto_window(num_workers: int) -> int:
@@ -55,7 +55,7 @@ def auto_window(num_workers: int) -> int:
 
 
 class _AccumAdam(Optimizer):
-    """What both optimizers share; they differ in where weight decay goes."""
+    """The common part of both optimizers, which differ in their weight decay."""
 
     decoupled: bool
     _num_workers: int | None = None
@@ -84,10 +84,10 @@ class _AccumAdam(Optimizer):
 
     @classmethod
     def like(cls, optimizer: Optimizer, *, window: Window = "auto") -> Self:
-        """Return one with the groups, settings and state of torch's Adam or AdamW.
+        """Return an AccumAdam with the groups, settings and state of torch's Adam or AdamW.
 
-        Its moments are taken over, not copied: they go on here, and a window opens at the next
-        step. A learning-rate scheduler holds the optimizer that it was given: make it after this.
+        The moments are shared, not copied: do not step the old optimizer any more. A window opens
+        at the next step. Build learning-rate schedulers after this: they hold their optimizer.
 
         Args:
             optimizer: torch's.
@@ -105,8 +105,8 @@ class _AccumAdam(Optimizer):
         return ours
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; one of torch's Adam has the same meaning here, or is refused."""
-        super().add_param_group({**param_group})  # a copy: it may be another optimizer's
+        """Add a group; raise on an option of torch's Adam that would mean something else here."""
+        super().add_param_group({**param_group})  # a copy: the dict may belong to another optimizer
         group = self.param_groups[-1]
         try:
             self._check_group(group)
@@ -116,9 +116,9 @@ class _AccumAdam(Optimizer):
         self._adopt(group)
 
     def set_num_workers(self, num_workers: int) -> None:
-        """Settle windows that are "auto" by the number of workers, as engines do.
+        """Resolve ``window="auto"`` by the number of workers; engines call it.
 
-        A window that is settled stays, whatever becomes of the workers.
+        A resolved window does not change when workers leave or join.
         """
         self._num_workers = num_workers
         for group in self.param_groups:
@@ -126,25 +126,25 @@ class _AccumAdam(Optimizer):
                 self._settle(group)
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        """Refuse a group, perhaps of torch's, with settings that would mean something else here."""
+        """Raise on settings, perhaps of torch's Adam, that would mean something else here."""
         _check_settings(group)
         self._check_decay(group)
 
     def _adopt(self, group: dict[str, Any]) -> None:
-        """Keep of a group of torch's what ours have."""
+        """Remove the options of torch's Adam that AccumAdam does not have."""
         for name in _OF_TORCH:
             group.pop(name, None)
         self._settle(group)
 
     def _settle(self, group: dict[str, Any]) -> None:
-        """Give a group its window as soon as it is known."""
+        """Resolve a group's window, if the number of workers is known."""
         if group["window"] == "auto" and self._num_workers is not None:
             group["window"] = auto_window(self._num_workers)
         if group["window"] != "auto":
             _warn_of_noise(group)
 
     def _check_decay(self, group: dict[str, Any]) -> None:
-        """Refuse a group of torch's that decays weights in the other way."""
+        """Raise on a group of torch's with the other kind of weight decay."""
         decoupled = group.get("decoupled_weight_decay", self.decoupled)
         if group["weight_decay"] and decoupled != self.decoupled:
             ours, other = ("decoupled", "AccumAdam") if self.decoupled else ("L2", "AccumAdamW")
@@ -160,10 +160,10 @@ class _AccumAdam(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:  # all of them before any moves
+        for group in self.param_groups:  # check all groups before any parameter changes
             _check_step(group)
         for group in self.param_groups:
-            # Parameters that missed a gradient lag behind; those at the same step go together.
+            # Parameters that missed gradients have lower step counts; batch those with equal ones.
             by_step: defaultdict[int, list[Tensor]] = defaultdict(list)
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -173,10 +173,10 @@ class _AccumAdam(Optimizer):
         return loss
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a state; also one of Adam, or one whose betas are per window, as they once were.
+        """Restore a state; also one of Adam, or an old one, whose betas are per window.
 
-        The window of the state stays; that of Adam's, and one that was not settled, is ours. A
-        state of Adam that would mean something else here is refused, and changes nothing.
+        The state's window is kept; a state of Adam, or with an unresolved window, gets ours. One of
+        Adam that would mean something else here raises before anything changes.
         """
         ours = [group["window"] for group in getattr(self, "param_groups", ())]
         for i, group in enumerate(state["param_groups"]):
@@ -185,19 +185,19 @@ class _AccumAdam(Optimizer):
                 group["window"] = ours[i] if i < len(ours) else "auto"
             self._check_group(group)
         super().__setstate__(state)
-        self._blocks = Blocks()  # of a copy, too, which is made by its state
+        self._blocks = Blocks()  # deepcopy and pickle go through here, too
         for group in self.param_groups:
             self._adopt(group)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs; groups that it gets later have their windows settled, too."""
+        """Return the state with the number of workers, which later groups of a copy need."""
         return {**super().__getstate__(), "_num_workers": self._num_workers}
 
     def _count_step(self, parameter: Tensor, window: int) -> int:
         state = self.state[parameter]
         step = int(state.get("step", 0))
         if window > 1 and "window_mean" not in state:
-            step = math.ceil(step / window) * window  # of Adam until now: a window opens here
+            step = math.ceil(step / window) * window  # a state of Adam: the first window opens here
         for name in _moments_of(window):
             if name not in state:
                 state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
@@ -232,8 +232,8 @@ class AccumAdam(_AccumAdam):
         weight_decay: added to the gradient as weight_decay·x.
         window: steps per window; 1 is Adam. ``"auto"`` is half the number of workers, from 1 to 8,
             which ``decentralize`` and ``Simulation`` know; it stays when workers leave or join.
-        betas_per: whether betas are meant per ``"step"``, as Adam's, or per ``"window"``, as in
-            the paper.
+        betas_per: whether betas are per ``"step"``, as Adam's, or per ``"window"``, as in the
+            paper.
     """
 
     decoupled = False
@@ -263,7 +263,7 @@ class AccumAdamW(_AccumAdam):
 
 
 def _moments_of(window: int) -> tuple[str, ...]:
-    """Return what the state of a parameter holds; the mean of a window only where there is one."""
+    """Return the names of a parameter's state tensors; a window of one step has no mean."""
     return ("exp_avg", "exp_avg_sq", *(["window_mean"] if window > 1 else []))
 
 
@@ -271,7 +271,7 @@ def _check_step(group: dict[str, Any]) -> None:
     """Raise where a group cannot take a step."""
     if group["window"] == "auto":
         raise UserError(
-            'window="auto" must be settled before the first step, got no number of workers; call '
+            'window="auto" needs the number of workers before the first step, got none; call '
             "gossamer.decentralize() or use gossamer.Simulation, or give a number of steps, such "
             "as window=4"
         )
@@ -286,7 +286,7 @@ def _check_step(group: dict[str, Any]) -> None:
 
 
 def window_betas(group: dict[str, Any]) -> tuple[float, float]:
-    """Return how much of the moments of a group is left after a window."""
+    """Return b1 and b2, the decay of a group's moments per window."""
     power = group["window"] if group["betas_per"] == "step" else 1
     beta1, beta2 = group["betas"]
     return beta1**power, beta2**power
@@ -301,7 +301,7 @@ def _warn_of_noise(group: dict[str, Any]) -> None:
     warnings.warn(
         f"a second moment should average over {_FEWEST_WINDOWS} windows or more, got "
         f"{1 / (1 - beta2):.1f} with beta2 = {group['betas'][1]} per {group['betas_per']} and a "
-        f"window of {window}: the noise of single steps undoes what the window averages; use "
+        f"window of {window}: the noise of single steps outweighs what the window averages; use "
         f"beta2 >= {enough:g}",
         stacklevel=2,
     )
@@ -316,7 +316,7 @@ def _check_settings(group: dict[str, Any]) -> None:
     _check("betas", betas, two, "two numbers in [0, 1), such as (0.9, 0.999)")
     _check("eps", eps, eps >= 0, "a number >= 0, such as 1e-8")
     _check("weight_decay", weight_decay, weight_decay >= 0, "a number >= 0, such as 0.01")
-    _check("window", window, whole or window == "auto", 'a whole number of steps >= 1, or "auto"')
+    _check("window", window, whole or window == "auto", 'an integer >= 1, or "auto"')
     _check("betas_per", betas_per, betas_per in ("step", "window"), '"step" or "window"')
     for name in _NOT_OFFERED:
         _check(name, group.get(name), not group.get(name), "left out, AccumAdam does not offer it")

@@ -1,12 +1,13 @@
-"""DiLoCo: an outer step on what local training has changed.
+"""DiLoCo: an outer optimizer on the average of local training.
 
-Workers train alone for H steps and average, as in local SGD. The change from where they set out,
-x₀ − x̄, is then taken for a gradient by an outer optimizer, SGD with Nesterov momentum:
+Workers take H local steps and average, as in local SGD. The difference to their common start,
+x₀ − x̄, is the pseudo-gradient of an outer optimizer, SGD with Nesterov momentum:
 
-    Δ = x₀ − x̄;   m ← μ·m + Δ;   x₀ ← x₀ − lr·(Δ + μ·m);   every worker goes on from x₀
+    Δ = x₀ − x̄;   m ← μ·m + Δ;   x₀ ← x₀ − lr·(Δ + μ·m);   every worker continues from x₀
 
-Every worker holds the same average, so each takes the same outer step by itself. An outer rate of 1
-without momentum is local SGD. Reference: Douillard et al., https://arxiv.org/abs/2311.08105.
+Every worker has the same average, so each takes the same outer step without communication. An outer
+rate of 1 without momentum is local SGD. Reference: Douillard et al.,
+https://arxiv.org/abs/2311.08105.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from gossamer.errors import UserError
 class DiLoCo:
     """The outer step; call ``step()`` after every step of training.
 
-    Goes with the complete graph, the algorithm atc and ``every=H``, which leave the average in the
-    parameters after each H-th step.
+    Needs the complete graph, the algorithm atc and ``every=H``, which leave the average in the
+    parameters after each H-th step; otherwise workers would take different outer steps.
 
     Args:
         parameters: of one worker, or stacked ones of all.
@@ -60,7 +61,7 @@ class DiLoCo:
             parameter.copy_(start)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a later run needs to continue; references, as in torch."""
+        """Return the state; references, as in torch."""
         return {
             "num_steps": self._num_steps,
             "start": self._start,

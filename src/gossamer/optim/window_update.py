@@ -1,9 +1,9 @@
-"""One step of AccumAdam on lists of tensors: as it is written, and in blocks that stay in cache.
+"""One step of AccumAdam on lists of tensors: a reference version, and one in cache-sized blocks.
 
-The equations are in ``accum_adam``. ``update_by_lists_`` is them, line by line, and what devices
-execute. On a CPU each of its lines is a pass over memory; ``Blocks`` passes once. Within a window
-this step's moments are transient, so a block of m and v is copied to where it stays in cache,
-torch's fused Adam takes its step there, and what it makes of the copies is dropped.
+The equations are in ``accum_adam``. ``update_by_lists_`` is a transcription, line by line, and runs
+on accelerators. On a CPU each of its lines is a pass over memory; ``Blocks`` makes one pass. Within
+a window this step's moments are transient, so a block of m and v is copied to a scratch buffer in
+cache, torch's fused Adam steps on the copies, and the copies are discarded.
 """
 
 # torch's multi-tensor kernels have no public names; its own optimizers call them by these.
@@ -21,16 +21,16 @@ import torch
 from torch import Tensor, nn
 
 _BLOCK_BYTES = 3 << 17
-"""Of each tensor per thread: the two copies stay in a cache of 1 MB. Smaller blocks take more
+"""Block size per tensor and thread: the two copies fit in a cache of 1 MB. Smaller blocks take more
 calls: with a third of it a step takes 1.5 times as long."""
 
 _MOST_SHAPES = 1024
-"""Of blocks; their views are kept, and where parameters often miss gradients there is no end of
-them."""
+"""Bounds the cache of blocks' views, which would grow without limit where the set of parameters
+with gradients keeps changing."""
 
 
 class Tensors(NamedTuple):
-    """What a step reads and writes, parameter by parameter."""
+    """The tensors that a step reads and writes, by parameter."""
 
     parameters: list[Tensor]
     grads: list[Tensor]
@@ -40,14 +40,14 @@ class Tensors(NamedTuple):
     """Empty where a window is one step."""
 
     def at(self, places: Sequence[int]) -> Tensors:
-        """Return those of some parameters."""
+        """Return the tensors of some parameters."""
         return Tensors(*([of_kind[i] for i in places] if of_kind else [] for of_kind in self))
 
 
 @final
 @dataclass(frozen=True, slots=True)
 class WindowUpdate:
-    """The numbers of a step."""
+    """The scalars of a step."""
 
     step: int
     """From 1."""
@@ -63,7 +63,7 @@ class WindowUpdate:
 
     @property
     def num_windows(self) -> int:
-        """With the one that this step is in."""
+        """Windows so far, including that of this step."""
         return math.ceil(self.step / self.window)
 
     @property
@@ -73,7 +73,7 @@ class WindowUpdate:
 
 
 def update_by_lists_(tensors: Tensors, update: WindowUpdate) -> None:
-    """Take a step as it is written."""
+    """Take a step by the equations, line by line."""
     parameters, grads, exp_avgs, exp_avg_sqs, window_means = tensors
     beta1, beta2 = update.betas
     if update.weight_decay and update.decoupled:
@@ -81,7 +81,7 @@ def update_by_lists_(tensors: Tensors, update: WindowUpdate) -> None:
     elif update.weight_decay:
         grads = list(torch._foreach_add(grads, parameters, alpha=update.weight_decay))
 
-    if update.window == 1:  # what is transient is what is committed
+    if update.window == 1:  # in a window of one step the transient moments are committed
         _commit_(exp_avgs, exp_avg_sqs, grads, update)
         first, second = exp_avgs, exp_avg_sqs
     else:
@@ -106,9 +106,9 @@ _PLAIN = (Tensor, nn.Parameter)
 
 @final
 class Blocks:
-    """Takes the same step, to rounding, block by block where torch's fused kernel can.
+    """Takes the same step, up to rounding, block by block where torch's fused kernel can.
 
-    Holds the memory for copies, which must be one optimizer's own: optimizers may step in threads.
+    Owns the scratch memory, which must not be shared: optimizers may step in different threads.
     """
 
     def __init__(self) -> None:
@@ -156,7 +156,7 @@ class Blocks:
                 torch._foreach_zero_(window_means)
 
     def _copies_of(self, tensors: list[Tensor], dtype: torch.dtype, most: int) -> _Copies:
-        """Return memory in the shapes of a block; the same ones are asked for at every step."""
+        """Return scratch memory in the shapes of a block; cached, as every step needs the same."""
         shapes = tuple([tensor.shape for tensor in tensors])
         key = (dtype, most, shapes)
         if key not in self._copies:
@@ -183,7 +183,7 @@ class _Copies(NamedTuple):
 
 
 def _cut(tensors: Tensors, most: int) -> Iterator[Tensors]:
-    """Yield all numbers once, in blocks of at most so many: small tensors share, large are cut."""
+    """Yield all elements once, in blocks of at most ``most``: small tensors share, large split."""
     start, num = 0, 0
     sizes = [parameter.numel() for parameter in tensors.parameters]
     for place, size in enumerate([*sizes, most + 1]):  # the last one ends the last block
@@ -201,7 +201,7 @@ def _cut(tensors: Tensors, most: int) -> Iterator[Tensors]:
 
 
 def _fused_(tensors: Tensors, update: WindowUpdate, weight_decay: float, count: Tensor) -> None:
-    """Let torch move parameters and moments, as at the step of that count."""
+    """Run torch's fused Adam on parameters and moments, with ``count`` as the step."""
     kernel = torch._fused_adamw_ if update.decoupled else torch._fused_adam_
     beta1, beta2 = update.betas
     kernel(

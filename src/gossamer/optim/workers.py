@@ -1,7 +1,6 @@
-"""How an optimizer learns how many workers train: an engine tells every optimizer that asks.
+"""Passes the number of workers from an engine to optimizers with settings that depend on it.
 
-By itself an optimizer sees one worker's parameters, or all workers' as stacked tensors, and cannot
-know.
+An optimizer sees one worker's parameters, or all workers' as stacked tensors, and cannot infer it.
 """
 
 from __future__ import annotations
@@ -19,16 +18,16 @@ class AsksForWorkers(Protocol):
     """An optimizer with settings that depend on the number of workers."""
 
     def set_num_workers(self, num_workers: int) -> None:
-        """Settle what depends on it; called once, before the first step."""
+        """Resolve settings that depend on it; called once, before the first step."""
         ...
 
 
 def tell_num_workers(optimizer: Optimizer, num_workers: int) -> None:
-    """Tell an optimizer how many workers hold moments of their own; most do not ask.
+    """Tell an optimizer how many workers have separate moments; a no-op for most optimizers.
 
     Args:
         optimizer: any.
-        num_workers: that mix; 1 where gradients are averaged, because all hold the same moments.
+        num_workers: that mix; 1 where gradients are averaged, because all have the same moments.
     """
     if isinstance(optimizer, AsksForWorkers):
         optimizer.set_num_workers(num_workers)
