@@ -106,7 +106,7 @@ READERS: dict[str, tuple[Callable[[Path], None], Callable[[Path], Any], str]] = 
 
 @pytest.mark.parametrize("data_set", READERS)
 def test_missing_and_cut_files_are_named(data_set: str, tmp_path: Path) -> None:
-    """The message has the file, where it was looked for or what it lacks, and the command."""
+    """The message has the file, where it was searched for or what it lacks, and the command."""
     write_files, read, name = READERS[data_set]
     write_files(tmp_path)
     read(tmp_path)
@@ -221,7 +221,7 @@ def test_parts_of_images_are_resampled_within_the_image() -> None:
 
 
 def test_words_are_numbered_and_line_ends_are_words(tmp_path: Path) -> None:
-    """The test text uses the training text's numbers; an unknown word there is refused."""
+    """The test data use the indices of the training data; an unknown word there is refused."""
     write_wikitext2(tmp_path)
     data = read_wikitext2(tmp_path, 40, 40, vocabulary=5)
     first = data.train_inputs[torch.tensor([0])][0]

@@ -64,7 +64,7 @@ def test_the_quadratic_has_its_optimum_at_the_mean_point() -> None:
 
 
 def test_windows_follow_each_other_and_targets_are_one_ahead() -> None:
-    """A text of 10 tokens makes 3 windows of 3: the last token is only ever a target."""
+    """A sequence of 10 tokens makes 3 windows of 3: the last token is only ever a target."""
     inputs, targets = windows(torch.arange(10), 3)
     assert inputs.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]
     assert torch.equal(targets, inputs + 1)
@@ -81,6 +81,6 @@ def test_accuracy_counts_all_test_samples_in_parts() -> None:
 
 
 def test_an_unknown_workload_suggests_the_nearest() -> None:
-    """The error of a misspelt name has the name that was meant."""
+    """The error of a misspelt name suggests the nearest name."""
     with pytest.raises(UserError, match=r"workload 'digit-mlp' .did you mean 'digits-mlp'"):
         workloads.find("digit-mlp")

@@ -1,4 +1,4 @@
-"""What is trained: a model, its data, a loss, a metric and a recipe; nothing about distribution."""
+"""Workloads: a model, its data, a loss, a metric and a recipe; nothing about distribution."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Language models of bytes: of the Python standard library's source, of Shakespeare's plays."""
+"""Byte-level language models, on the source of Python's standard library and on Shakespeare."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from gossamer.workloads.workload import Data, Recipe, Workload
 
 _CONTEXT = 64
 _STDLIB_TRAIN, _STDLIB_TEST = 2 << 20, 64 << 10
-"""Bytes: a part that the library of every Python has."""
+"""Bytes that are used: no more than the standard library of every Python has."""
 
 _SHAKESPEARE = 1_115_394
 
 
 def stdlib_gpt() -> Workload:
-    """A transformer of 120,576 parameters on the source of the modules that come with Python.
+    """A transformer of 120,576 parameters on the source of Python's standard library.
 
-    Results compare between machines with the same version of Python.
+    Results are comparable only with the same version of Python.
     """
     return Workload(
         name="stdlib-gpt",
@@ -74,12 +74,12 @@ def _recipe(lr: float, batch_size: int, steps_per_epoch: int, evaluate_samples: 
 
 
 def num_windows(num_tokens: int, length: int) -> int:
-    """Return how many samples ``windows`` makes of a text."""
+    """Return how many samples ``windows`` cuts from a sequence of tokens."""
     return (num_tokens - 1) // length
 
 
 def windows(tokens: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Cut a text into samples that follow each other; a target is the token after its input."""
+    """Cut tokens into consecutive samples; a target is the token after its input."""
     num = num_windows(len(tokens), length)
     inputs, targets = tokens[: num * length], tokens[1 : num * length + 1]
     return inputs.view(num, length), targets.view(num, length)
@@ -108,6 +108,6 @@ def _load_shakespeare(folder: Path) -> Data:
 
 
 def _split_bytes(text: bytes, num_train: int, length: int) -> Data:
-    """Return the first part of a text as training data, the rest as the test."""
+    """Return the first part as training data, the rest as test data."""
     tokens = torch.from_numpy(np.frombuffer(text, np.uint8).astype(np.int64))
     return Data(*windows(tokens[:num_train], length), *windows(tokens[num_train:], length))

@@ -1,4 +1,4 @@
-"""What workloads with classes have in common: cross-entropy to train, accuracy to judge."""
+"""Classification workloads: cross-entropy as the loss, accuracy as the metric."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def classification(  # noqa: PLR0913 - one parameter per field
     target: float,
     recipe: Recipe,
 ) -> Workload:
-    """Return the workload; what is not said here is as in `Workload`.
+    """Return a classification workload; see `Workload` for the fields.
 
     Args:
         name: of the workload.
-        version: raised when results of before cannot be compared with those of after.
+        version: increased when new results are not comparable with older ones.
         num_train: training samples, as published.
         make_model: makes a model with one output per class.
         load: reads the data.
-        transform: from stored samples to what the model takes, in training and in evaluation.
+        transform: from stored samples to model inputs, in training and in evaluation.
         evaluation_batch: test samples in one forward pass.
         target: the accuracy that counts as trained.
         recipe: how it is trained.

@@ -13,7 +13,7 @@ from gossamer.workloads.classification import classification
 from gossamer.workloads.workload import Data, Recipe, Workload
 
 _NUM_TRAIN = 1500
-"""Of 1797; the rest is the test."""
+"""Of 1797; the rest are test samples."""
 
 
 def mlp() -> Workload:

@@ -1,4 +1,4 @@
-"""Metrics on test data that are too many for one forward pass, of one model or of several."""
+"""Metrics over batches of test data, of one model or of several."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gossamer.workloads.workload import Data, Transform, as_they_are
 
 Forward: TypeAlias = Callable[[Tensor], Tensor]
-"""A model, or what stands for one: from inputs to outputs."""
+"""A model, or any function from inputs to outputs."""
 
 Batched: TypeAlias = Callable[[Data, torch.dtype], Iterable[tuple[Tensor, Tensor]]]
 
@@ -27,9 +27,9 @@ def _itself(mean: float) -> float:
 class MeanMetric:
     """A metric that is a mean over test data, or a function of one: ``metric(model, data)``.
 
-    Of several models a batch is fetched and prepared once, and given to one after the other. Under
-    vmap nine of them took longer in every workload tried: batches are so large that calls cost
-    little, and there is nothing else to save.
+    For several models a batch is fetched and transformed once, and they run one after the other.
+    vmap over nine of them was slower in every workload tried: batches are so large that the
+    overhead of calls, which is all that vmap would save, is small.
     """
 
     total: Callable[[Tensor, Tensor], Tensor]
@@ -54,7 +54,7 @@ class MeanMetric:
     def sums(
         self, models: Sequence[Forward], dtype: torch.dtype, data: Data
     ) -> tuple[list[float], int]:
-        """Return each model's total, and over how many targets: what parts of the data add to."""
+        """Return each model's sum, and the number of targets: ranks add these over their parts."""
         totals, num = [0.0] * len(models), 0
         for inputs, targets in self.batches(data, dtype):
             for place, model in enumerate(models):
@@ -63,12 +63,12 @@ class MeanMetric:
         return totals, num
 
     def finish(self, total: float, num: int) -> float:
-        """Return the metric whose sum over so many targets is known."""
+        """Return the metric from a sum over ``num`` targets."""
         return self.of_mean(total / num)
 
 
 def accuracy(transform: Transform = as_they_are, batch_size: int = 500) -> MeanMetric:
-    """Return the metric: the share of samples whose class has the largest output."""
+    """Return the metric: the fraction of samples whose class has the largest output."""
     return MeanMetric(_num_right, batched(transform, batch_size))
 
 
@@ -78,10 +78,10 @@ def token_loss(batch_size: int = 64, of_mean: Callable[[float], float] = _itself
 
 
 def batched(transform: Transform, batch_size: int) -> Batched:
-    """Return what yields all test samples with their targets, as a model takes them."""
+    """Return a function that yields all test samples with their targets, as model inputs."""
 
     def batches(data: Data, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-        # No batch where there is no sample: the mean of none is no number.
+        # No empty batch: the mean over no samples is NaN.
         for start in range(0, len(data.test_targets), batch_size):
             chosen = torch.arange(start, min(start + batch_size, len(data.test_targets)))
             inputs = transform(data.test_inputs[chosen], None)
@@ -95,7 +95,7 @@ def batched(transform: Transform, batch_size: int) -> Batched:
 def predictions(
     model: nn.Module, data: Data, transform: Transform, batch_size: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the outputs for all test samples with their targets: for metrics that are no means."""
+    """Yield outputs and targets of all test samples, for metrics that are not means."""
     dtype = next(model.parameters()).dtype
     for inputs, targets in batched(transform, batch_size)(data, dtype):
         yield model(inputs), targets
@@ -123,7 +123,7 @@ def next_token_loss(outputs: Tensor, targets: Tensor) -> Tensor:
 
 
 bits_per_byte = token_loss(of_mean=_bits)
-"""The mean cross-entropy of a model of bytes, in bits."""
+"""The mean cross-entropy of a byte-level model, in bits."""
 
 perplexity = token_loss(of_mean=_exponential)
-"""e to the mean cross-entropy per token."""
+"""Perplexity: e to the mean cross-entropy per token."""

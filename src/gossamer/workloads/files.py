@@ -1,4 +1,4 @@
-"""Where data sets are looked for, and what is said where they are missing or damaged."""
+"""Reading the files of data sets, and errors for missing or damaged ones."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class DataFiles:
 
     Args:
         data_set: its name in ``sources.DATA_SETS``.
-        folder: which holds all data sets.
+        folder: that contains all data sets.
     """
 
     data_set: str
@@ -41,8 +41,8 @@ class DataFiles:
             raise self.missing(name) from None
         except OSError as error:
             raise UserError(
-                f"{path} must be readable, got {error.strerror}; change its permissions, or name "
-                f"another folder in {DATA_ENV}"
+                f"{path} must be readable, got {error.strerror}; change its permissions, or set "
+                f"{DATA_ENV} to another folder"
             ) from error
         if num_bytes is not None and len(contents) != num_bytes:
             raise self.damaged(name, f"{num_bytes:,} bytes", f"{len(contents):,}")
@@ -53,10 +53,10 @@ class DataFiles:
         try:
             return gzip.decompress(self.read(name))
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise self.damaged(name, "a whole gzip file", str(error)) from error
+            raise self.damaged(name, "a complete gzip file", str(error)) from error
 
     def read_lines(self, name: str, num: int | None = None) -> list[str]:
-        """Return the lines of a text, after a check of their number where that is known."""
+        """Return the lines of a text file, after a check of their number where that is known."""
         try:
             lines = self.read(name).decode().split("\n")
         except UnicodeDecodeError as error:
@@ -71,8 +71,8 @@ class DataFiles:
         """Return the error that says where a file was looked for and how to get it."""
         return UserError(
             f"{self.data_set} needs {name}, which is not in {self.folder}; get it with "
-            f"gossamer data {self.data_set} --data-dir {self.folder}, or name in {DATA_ENV} or "
-            "--data-dir the folder that has it"
+            f"gossamer data {self.data_set} --data-dir {self.folder}, or set {DATA_ENV} or "
+            "--data-dir to the folder that has it"
         )
 
     def damaged(self, name: str, expected: str, found: str) -> UserError:

@@ -1,4 +1,4 @@
-"""ImageNet-1K as a folder of images per class, read when they are asked for."""
+"""ImageNet-1K as a folder of images per class, decoded lazily."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ def imagenet_resnet50() -> Workload:
 
 
 def imagenet_floats(images: Tensor, generator: np.random.Generator | None) -> Tensor:
-    """Return floats of 224 × 224 pixels: the centre, or for training parts of any size, flipped.
+    """Return floats of 224 × 224 pixels: centre crops, or in training random resized ones, flipped.
 
-    A part has 8 % to 100 % of the area and sides of 3:4 to 4:3, as in the usual recipe, here of
-    the 256 × 256 pixels that are stored; all parts are resampled at once.
+    A crop has 8 % to 100 % of the area and an aspect ratio of 3:4 to 4:3, as in the usual recipe,
+    here of the stored 256 × 256 pixels; all crops are resampled at once.
     """
     if generator is None:
         edge = (_STORED - _CROP) // 2
@@ -65,7 +65,7 @@ def imagenet_floats(images: Tensor, generator: np.random.Generator | None) -> Te
     num = len(images)
     area = generator.uniform(0.08, 1.0, num)
     ratio = np.exp(generator.uniform(np.log(3 / 4), np.log(4 / 3), num))
-    # In the units of affine_grid: the image reaches from -1 to 1.
+    # In the coordinates of affine_grid: the image extends from -1 to 1.
     width, height = np.minimum(1, np.sqrt(area * ratio)), np.minimum(1, np.sqrt(area / ratio))
     x, y = generator.uniform(-1, 1, (2, num)) * (1 - np.stack((width, height)))
     mirror = np.where(generator.random(num) < 0.5, -1, 1)
@@ -79,9 +79,9 @@ def imagenet_floats(images: Tensor, generator: np.random.Generator | None) -> Te
 
 @final
 class ImageFiles:
-    """Images that are decoded when they are asked for, by several threads.
+    """Images that are decoded lazily, by several threads.
 
-    An image's shorter side becomes 256 pixels, of which the middle 256 × 256 are taken.
+    An image's shorter side is resized to 256 pixels, then the centre 256 × 256 are cropped.
 
     Args:
         paths: of the images.
@@ -108,13 +108,13 @@ def _decode(path: Path) -> npt.NDArray[np.uint8]:
         from PIL import Image
     try:
         with Image.open(path) as image:
-            image.draft("RGB", (_STORED, _STORED))  # JPEG decodes to about the size that is needed
+            image.draft("RGB", (_STORED, _STORED))  # decodes JPEG at about the size needed
             scale = _STORED / min(image.size)
             size = [max(_STORED, round(side * scale)) for side in image.size]
             whole = image.convert("RGB").resize(size, Image.Resampling.BILINEAR)
     except OSError as error:
         raise UserError(
-            f"{path} must be an image that can be read, got {error}; get that file again"
+            f"{path} must be a readable image, got {error}; download that file again"
         ) from error
     left, top = ((side - _STORED) // 2 for side in size)
     return np.asarray(whole.crop((left, top, left + _STORED, top + _STORED)))
@@ -148,7 +148,7 @@ def _list_images(data: Path, part: str, num: int) -> tuple[list[Path], Tensor, l
         raise UserError(
             f"imagenet needs the folder imagenet/{part} with a folder of images per class, which "
             f"is not in {data}; register at https://image-net.org, unpack it there, and "
-            "name that folder in GOSSAMER_DATA or --data-dir"
+            "set GOSSAMER_DATA or --data-dir to that folder"
         )
     names = sorted(path.name for path in folder.iterdir() if path.is_dir())
     paths: list[Path] = []

@@ -1,8 +1,8 @@
 """Small images with ten classes: Fashion-MNIST and CIFAR-10.
 
-Images are kept as bytes and become normalized floats in ``transform``. The formats are a header
-and bytes, read here: torchvision's readers would bind users to its pair of torch, and check neither
-sizes nor labels.
+Images are stored as bytes; ``transform`` converts a batch to normalized floats. The formats are a
+header and bytes, read here: torchvision's readers would pin users to its matching torch, and check
+neither sizes nor labels.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gossamer.workloads.models.resnet import resnet20, small_resnet
 from gossamer.workloads.workload import Data, Options, Recipe, Workload
 
 _PADDING = 1 / 8
-"""By how much of its size a crop may be off the centre, at most: 4 pixels of CIFAR-10's."""
+"""The most that a crop is shifted, relative to the size: 4 pixels of CIFAR-10's."""
 
 _NESTEROV: Options = {"momentum": 0.9, "nesterov": True, "weight_decay": 1e-4}
 
@@ -138,9 +138,9 @@ def _fashion_floats(images: Tensor, _generator: np.random.Generator | None) -> T
 
 
 def cifar_floats(images: Tensor, generator: np.random.Generator | None) -> Tensor:
-    """Return floats; in training of images moved by up to an eighth, half of them flipped.
+    """Return floats; in training randomly shifted by up to an eighth, half of them flipped.
 
-    All images are cut at once from views of every place that the crop can have.
+    All crops are gathered at once from strided views of all positions.
     """
     if generator is not None:
         num, size = len(images), images.shape[-1]

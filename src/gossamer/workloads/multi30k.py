@@ -1,7 +1,7 @@
 """Multi30k: descriptions of pictures, translated from English to German.
 
-A sample is one row of numbers of words: the source, then the target as the decoder reads it. Words
-are in small letters, punctuation marks are words; the most frequent of each language are known.
+A sample is one row of tokens: the source, then the target as the decoder's input. Tokens are
+lowercase words and punctuation marks; the vocabulary is the most frequent of each language.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gossamer.workloads.models.transformer import Translator
 from gossamer.workloads.workload import Data, Recipe, Workload
 
 _LENGTH = 32
-"""Of a source or a target with its end; 2 in 1000 of the training sentences are cut."""
+"""Tokens of a source or a target with its end; 2 in 1000 training sentences are truncated."""
 
 _VOCABULARY = 8000
 _PADDING, _UNKNOWN, _BEGIN, _END = range(4)
@@ -31,7 +31,7 @@ _WORD = re.compile(r"\w+(?:[-'’]\w+)*|[^\w\s]")
 
 
 def multi30k_transformer() -> Workload:
-    """A transformer of 8,058,880 parameters; BLEU of greedy translations, in small letters."""
+    """A transformer of 8,058,880 parameters; BLEU of greedy translations, lowercase."""
     return Workload(
         name="multi30k-transformer",
         version=1,
@@ -57,7 +57,7 @@ def multi30k_transformer() -> Workload:
 
 
 class Corpus(NamedTuple):
-    """The data, and what it takes to judge translations."""
+    """The data, and the references for BLEU."""
 
     data: Data
     words: list[str]
@@ -67,7 +67,7 @@ class Corpus(NamedTuple):
     """Of the test."""
 
     train_references: list[str]
-    """Of the training samples: a part of them may stand for the test."""
+    """Of the training samples, a part of which may be the validation set."""
 
 
 def _smoothed_loss(outputs: Tensor, targets: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ def _frequent_words(sentences: list[list[str]]) -> list[str]:
 
 
 def _rows(sentences: list[list[str]], words: list[str]) -> Tensor:
-    """Return numbers of words with the end after the last one, padded to one length."""
+    """Return tokens with an end token, padded to one length."""
     numbers = {word: number for number, word in enumerate(words)}
     rows: list[list[int]] = []
     for sentence in sentences:

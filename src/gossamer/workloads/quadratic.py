@@ -1,4 +1,4 @@
-"""Least squares with a known optimum, and clusters of points that make workers differ."""
+"""Least squares with a known optimum, on clusters of points for heterogeneous workers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def quadratic() -> Workload:
     """f(x) = mean over points b of ½‖A(x − b)‖², whose optimum is the mean point.
 
     Points lie around the centres of clusters, which are their labels: with the sharding
-    ``dirichlet(alpha=0.1)`` each worker's own optimum is far from the common one. The metric is
-    f(x) − f* ≥ 0 over the training points; nothing is held back for a test.
+    ``dirichlet(alpha=0.1)`` each worker's own optimum is far from the global one. The metric is
+    f(x) − f* ≥ 0 over the training points; there is no test set.
     """
     return Workload(
         name="quadratic",
@@ -73,8 +73,8 @@ def _load() -> Data:
     return Data(inputs, labels, inputs, labels, labels)
 
 
-# f(x) − f* = ½‖A(x − b̄)‖²: the model's outputs at the mean point, with no difference of two large
-# numbers.
+# f(x) − f* = ½‖A(x − b̄)‖², from the model's outputs at the mean point: a difference of two large
+# numbers would cancel.
 
 
 def _mean_point(data: Data, _dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:

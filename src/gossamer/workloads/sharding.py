@@ -1,4 +1,7 @@
-"""Which samples a worker sees: a function of seed, worker and epoch alone."""
+"""Which samples a worker gets: a function of only seed, worker and epoch.
+
+So a rank draws its batches without communication, and equals the virtual worker of a simulation.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from gossamer.registry import Registry
 IntArray: TypeAlias = npt.NDArray[np.int64]
 
 _SHUFFLE, _DRAW, _DEAL, _WITHIN = 0, 1, 3, 4
-"""Streams of random numbers that must not be the same; the engine's augmentation has 2."""
+"""Distinct random streams; the engine's augmentation uses 2, which must not be reused."""
 
 _BALANCING_ROUNDS = 200
 
@@ -24,7 +27,7 @@ _BALANCING_ROUNDS = 200
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
-    """How samples are dealt to workers.
+    """How samples are distributed to workers.
 
     Args:
         num_samples: how many there are.
@@ -46,14 +49,14 @@ class Draw:
 
 
 Sharding: TypeAlias = Callable[[Draw, Sequence[int], int], list[IntArray]]
-"""From workers and an epoch: the samples of each of these workers, in the order they are seen."""
+"""From a draw, workers and an epoch to the samples of each of these workers, in order."""
 
 
 def draw_batches(draw: Draw, workers: Sequence[int], epoch: int) -> IntArray:
     """Return the samples of some workers' batches in an epoch, [workers, steps, batch].
 
-    No sample comes twice in an epoch, on any worker, as far as shards suffice; their sizes differ
-    by one at most. A worker that has seen its shard starts it again.
+    No sample is used twice in an epoch, on any worker, as far as shards suffice; their sizes differ
+    by one at most. A worker that has used up its shard starts over.
     """
     for worker in workers:
         if not 0 <= worker < draw.num_workers:
@@ -67,7 +70,7 @@ def draw_batches(draw: Draw, workers: Sequence[int], epoch: int) -> IntArray:
 
 
 def parse_sharding(text: str) -> Sharding:
-    """Return how samples are dealt to workers.
+    """Return how samples are distributed to workers.
 
     Args:
         text: a name of ``SHARDINGS`` or a plug-in, with arguments where it takes any.
@@ -76,20 +79,20 @@ def parse_sharding(text: str) -> Sharding:
 
 
 def iid() -> Sharding:
-    """The papers' setting: all samples are shuffled and dealt anew in every epoch."""
+    """The papers' setting: all samples are shuffled and redistributed in every epoch."""
     return _iid
 
 
 def fixed() -> Sharding:
-    """They are dealt once, and each worker shuffles its own in every epoch."""
+    """Samples are distributed once, and each worker shuffles its own in every epoch."""
     return _fixed
 
 
 def dirichlet(alpha: float) -> Sharding:
-    """As fixed, with classes in other proportions on every worker.
+    """As fixed, with different class proportions on every worker (label skew).
 
     Args:
-        alpha: the smaller, the more they differ.
+        alpha: the smaller, the more skewed.
     """
     if not 0 < alpha < np.inf:
         raise UserError(
@@ -116,10 +119,10 @@ SHARDING_REGISTRY: Registry[Sharding] = Registry(
 
 
 def _iid(draw: Draw, workers: Sequence[int], epoch: int) -> list[IntArray]:
-    """Shuffle and deal all samples.
+    """Shuffle and distribute all samples.
 
-    Where a shard is smaller than a batch, the batch would hold the same few samples again and
-    again; then samples are drawn from all, with replacement.
+    Where a shard is smaller than a batch, the batch would repeat the same few samples; then samples
+    are drawn from all, with replacement.
     """
     shuffled = _generator(draw, _SHUFFLE, epoch).permutation(draw.num_samples)
     shape = draw.steps_per_epoch, draw.batch_size
@@ -140,10 +143,10 @@ def _fixed(draw: Draw, workers: Sequence[int], epoch: int) -> list[IntArray]:
 
 
 def _dirichlet(draw: Draw, workers: Sequence[int], epoch: int, alpha: float) -> list[IntArray]:
-    """Deal shards of one size whose proportions of classes come from Dirichlet(alpha, ..., alpha).
+    """Build shards of equal size with class proportions from Dirichlet(alpha, ..., alpha).
 
     Every worker draws proportions; they are balanced so that all classes are used up and all
-    shards are full. What rounding leaves over is dealt without regard to class.
+    shards are full. Samples left over by rounding are distributed without regard to class.
     """
     _check_sizes(draw)
     if draw.labels is None:
@@ -176,8 +179,8 @@ def _dirichlet(draw: Draw, workers: Sequence[int], epoch: int, alpha: float) -> 
 def _balance(
     proportions: npt.NDArray[np.float64], rows: IntArray, columns: IntArray
 ) -> npt.NDArray[np.float64]:
-    """Scale rows and columns in turn towards these sums (Sinkhorn); none ends above its own."""
-    matrix = proportions + 1e-9  # so that no class is out of everyone's reach
+    """Scale rows and columns in turn towards these sums (Sinkhorn); none ends above its sum."""
+    matrix = proportions + 1e-9  # so that every class has a worker that takes it
     for _ in range(_BALANCING_ROUNDS):
         matrix *= (columns / matrix.sum(0))[None, :]
         matrix *= (rows / matrix.sum(1))[:, None]
@@ -196,7 +199,7 @@ def _shuffle_within(
 def _check_sizes(draw: Draw) -> None:
     if draw.num_samples < draw.num_workers:
         raise UserError(
-            f"shards that stay need a sample per worker at least, got {draw.num_samples} samples "
+            f"fixed shards need at least one sample per worker, got {draw.num_samples} samples "
             f"for {draw.num_workers} workers; use sharding iid or fewer workers"
         )
 

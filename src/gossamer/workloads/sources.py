@@ -1,7 +1,7 @@
-"""Where data sets are published, and how a user who asks gets them.
+"""Where data sets are published, and how to download them.
 
-Nothing is downloaded by itself. A file appears under its name only when it is whole and its
-checksum is right; an interrupted transfer is continued by the next call.
+Nothing is downloaded implicitly. Files are atomic: one appears under its name only when it is
+complete and its checksum is right; an interrupted transfer is continued by the next call.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _UNREADABLE = (
     *(KeyError, EOFError, zlib.error),
     *(gzip.BadGzipFile, tarfile.TarError, zipfile.BadZipFile),
 )
-"""What archives raise that are damaged, or others than expected."""
+"""Exceptions of damaged or unexpected archives."""
 
 _BLOCK_BYTES = 1 << 14
-"""The most that an interruption loses."""
+"""Chunk size in bytes, the most that an interruption loses."""
 
 
 @final
@@ -49,7 +49,7 @@ class Source:
 
 
 def _fashion(name: str, sha256: str) -> Source:
-    # The authors' repository: the site that they name besides has no https.
+    # The authors' repository: the other site that they name has no https.
     site = "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion"
     return Source(url=f"{site}/{name}", files={f"fashion-mnist/{name}": f"sha256:{sha256}"})
 
@@ -140,13 +140,13 @@ DATA_SETS: dict[str, tuple[Source, ...]] = {
 
 
 def find_data_set(name: str) -> str:
-    """Return the data set that is meant by its own name or by that of a workload that uses it."""
+    """Return a data set by its name or by that of a workload that uses it."""
     for data_set in DATA_SETS:
         if name == data_set or name.startswith(f"{data_set}-"):
             return data_set
     if name.split("-")[0] == "imagenet":
         raise UserError(
-            "ImageNet is given to those who register at https://image-net.org, so it cannot be "
+            "ImageNet needs a registration at https://image-net.org, so that it cannot be "
             "downloaded here; unpack it as imagenet/train/CLASS/*.JPEG and imagenet/val/CLASS/*"
         )
     raise UserError(
@@ -162,14 +162,14 @@ def download(
     report: Callable[[str], object] = lambda line: None,
     progress: Callable[[int, int], object] = lambda done, total: None,
 ) -> list[Path]:
-    """Download what a data folder lacks of a data set; return all files of the data set.
+    """Download the missing files of a data set; return all of its files.
 
     Args:
         name: of a data set, or of a workload that uses it.
-        folder: which holds all data sets.
-        sources: of the data set, where they are not the published ones.
-        report: is told what is being downloaded.
-        progress: is told how many bytes of it are there, and of how many; 0 where nobody says.
+        folder: that contains all data sets.
+        sources: of the data set; by default the published ones.
+        report: called with what is being downloaded.
+        progress: called with the bytes so far and their total, 0 where it is unknown.
     """
     chosen = DATA_SETS[find_data_set(name)] if sources is None else sources
     with needed_by("downloads need"):
@@ -195,7 +195,7 @@ def download(
             raise
         except (OSError, ValueError) as error:  # pooch: ValueError for a wrong checksum
             raise UserError(
-                f"a download needs {source.url} as it was published, and room in {folder}, got "
+                f"a download needs {source.url} as published, and disk space in {folder}, got "
                 f"{error}; run the same command again to continue, or put "
                 f"{', '.join(source.files)} there yourself"
             ) from error
@@ -205,7 +205,7 @@ def download(
 def _continue(
     url: str, output_file: str, _pooch: Any, *, progress: Callable[[int, int], object]
 ) -> None:
-    """Download for pooch, from where an interrupted transfer has ended."""
+    """Download for pooch, resuming an interrupted transfer."""
     import requests
 
     part = Path(output_file).parent / f"{_file_name(url)}.part"
@@ -229,7 +229,7 @@ def _continue(
 
 
 def _file_name(url: str) -> str:
-    """Return what a transfer is called: the same for the next call, which continues it."""
+    """Return the name of a transfer's file, the same in the next call, which resumes it."""
     return hashlib.sha256(url.encode()).hexdigest()[:16]
 
 

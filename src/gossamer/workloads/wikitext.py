@@ -1,4 +1,4 @@
-"""WikiText-2: articles of Wikipedia, cut into words by their publishers."""
+"""WikiText-2: articles of Wikipedia, tokenized into words by their publishers."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def read_wikitext2(
     num_test: int = _NUM_TEST,
     vocabulary: int = _VOCABULARY,
 ) -> Data:
-    """Read the published words of train and test; a line's end is a word too."""
+    """Read the published words of train and test; a newline is a word too."""
     files = DataFiles("wikitext2", folder)
     train_name, test_name = "wikitext-2/wiki.train.tokens", "wikitext-2/wiki.test.tokens"
     numbers: dict[str, int] = {}
@@ -78,7 +78,7 @@ def read_wikitext2(
 
 
 def _read_words(files: DataFiles, name: str, num: int, numbers: dict[str, int]) -> Tensor:
-    """Return a text as numbers of words; new words get the next number."""
+    """Return a file's words as indices; a new word gets the next index."""
     words = (word for line in files.read_lines(name) for word in (*line.split(), _END))
     tokens = np.fromiter((numbers.setdefault(word, len(numbers)) for word in words), np.int64)
     if len(tokens) != num:

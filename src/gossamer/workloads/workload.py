@@ -15,11 +15,11 @@ from gossamer.errors import UserError
 Options: TypeAlias = dict[str, float | bool | tuple[float, ...]]
 
 _SPLIT_SEED = 0
-"""Of the choice of validation samples, which is the same in all runs, whatever their seed."""
+"""Seed of the validation split, the same in all runs whatever their seed."""
 
 
 class Samples(Protocol):
-    """Samples that are fetched by their numbers: a tensor, or files that are read when asked for.
+    """Samples that are fetched by index: a tensor, or files that are read lazily.
 
     ``samples[chosen]`` is a tensor with the shape of ``chosen`` before that of one sample.
     """
@@ -32,7 +32,7 @@ class Samples(Protocol):
 @final
 @dataclass(frozen=True, slots=True)
 class Data:
-    """What a workload learns from and is judged by."""
+    """Training and test data of a workload."""
 
     train_inputs: Samples
     train_targets: Samples
@@ -45,11 +45,11 @@ class Data:
     """Which of the published test samples are here; None for all of them."""
 
     validation: bool = False
-    """Whether a part of the training samples stands for the test; ``test_samples`` are then their
-    numbers among those."""
+    """Whether the test samples are a validation split of the training samples; ``test_samples`` are
+    then their indices among those."""
 
     def with_tests(self, chosen: Tensor) -> Data:
-        """Return the same with some of its test samples alone, by their numbers."""
+        """Return the data with a subset of its test samples, by index."""
         return replace(
             self,
             test_inputs=_choose(self.test_inputs, chosen),
@@ -58,10 +58,10 @@ class Data:
         )
 
     def with_validation(self, share: float) -> Data:
-        """Return the training samples in two parts; the test samples are not in it any more.
+        """Return the data with a validation split instead of the test samples.
 
         Args:
-            share: of the training samples that stand for the test; which is the same every time.
+            share: fraction of the training samples to hold out; the same ones every time.
         """
         num = len(self.train_targets)
         held = round(share * num)
@@ -86,7 +86,7 @@ class Data:
 @final
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """Some of the samples, which are fetched when they are asked for."""
+    """A subset of samples, fetched lazily."""
 
     samples: Samples
     chosen: Tensor
@@ -105,7 +105,7 @@ def _choose(samples: Samples, chosen: Tensor) -> Samples:
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How a workload is trained unless a run says otherwise."""
+    """The default hyperparameters of a workload, which a run may override."""
 
     optimizer: str
     """A name in ``engine.OPTIMIZERS``."""
@@ -135,15 +135,15 @@ class Recipe:
     """As ``workloads.parse_sharding`` takes it."""
 
     evaluate_samples: int = 0
-    """Test samples of an evaluation on the way; 0 for all. As many as keep evaluations below a
-    tenth of a run (``benchmarks.evaluation``); the last one is on all of them anyway."""
+    """Test samples of an evaluation during training; 0 for all. As many as keep evaluations below a
+    tenth of a run (``benchmarks.evaluation``); the last one always uses all of them."""
 
 
 Transform: TypeAlias = Callable[[Tensor, np.random.Generator | None], Tensor]
 
 
 def as_they_are(inputs: Tensor, generator: np.random.Generator | None) -> Tensor:
-    """Return samples that a model takes as they are stored."""
+    """The identity, for samples that a model takes as they are stored."""
     return inputs
 
 
@@ -154,28 +154,28 @@ class Workload:
 
     name: str
     version: int
-    """Raised when results of before cannot be compared with those of after."""
+    """Increased when new results are not comparable with older ones."""
 
     num_train: int
-    """Training samples, as published: known before the data are there."""
+    """Number of training samples as published, known before the data are loaded."""
 
     make_model: Callable[[], nn.Module]
     """Draws initial parameters from torch's generator, which the caller has seeded."""
 
     load: Callable[[], Data]
-    """Reads the data once per process; raises a UserError that says how to get them."""
+    """Reads the data, once per process; raises a UserError that says how to get missing ones."""
 
     loss: Callable[[Tensor, Tensor], Tensor]
     """Mean over a batch, of outputs and targets."""
 
     transform: Transform = as_they_are
-    """From stored samples to what the model takes; with a generator, augmented for training."""
+    """From stored samples to model inputs; with a generator, augmented for training."""
 
     metric_name: str
     higher_is_better: bool = True
     evaluate: Callable[[nn.Module, Data], float]
-    """The metric of a model on the test data; the model is in evaluation mode. A ``MeanMetric`` is
-    of several models at once."""
+    """The metric of a model on the test data; the model is in eval mode. A ``MeanMetric`` can
+    evaluate several models at once."""
 
     target: float | None = None
     """The metric that counts as trained, for time and bytes to it."""

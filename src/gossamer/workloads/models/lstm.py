@@ -7,9 +7,9 @@ from torch.nn import functional as F
 
 
 class WordLSTM(nn.Module):
-    """Two LSTM layers between a table of words and, tied to it, the output.
+    """Two LSTM layers between an embedding and an output layer with tied weights.
 
-    Every sample starts from a state of zeros.
+    Every sample starts from a zero state.
     """
 
     def __init__(self, vocabulary: int, width: int, layers: int = 2, dropout: float = 0.2) -> None:

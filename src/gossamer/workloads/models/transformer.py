@@ -1,6 +1,6 @@
 """Transformers: a language model, and an encoder and decoder for translation.
 
-Blocks normalize first (pre-norm). Attention itself has no dropout, so that it is one fused kernel.
+Blocks are pre-norm. Attention weights have no dropout, so that attention is one fused kernel.
 """
 
 # B: batch, T: time, C: width
@@ -31,18 +31,18 @@ class Attention(nn.Module):
     def forward(
         self, x_BTC: Tensor, to: Tensor, mask: Tensor | None = None, causal: bool = False
     ) -> Tensor:
-        """Return what each position takes from ``to``, where the mask (B1TT) is true."""
+        """Return attention of each position to ``to``, where the mask (B1TT) is true."""
         return self.attend(x_BTC, self.keys_and_values(to), mask, causal)
 
     def keys_and_values(self, to: Tensor) -> KeysAndValues:
-        """Return the part that depends on what is attended to."""
+        """Return the keys and values of ``to``."""
         keys, values = self.key_value(to).chunk(2, -1)
         return self._split(keys), self._split(values)
 
     def attend(
         self, x_BTC: Tensor, to: KeysAndValues, mask: Tensor | None = None, causal: bool = False
     ) -> Tensor:
-        """Return what each position takes."""
+        """Return attention of each position to given keys and values."""
         query = self._split(self.query(x_BTC))
         y = F.scaled_dot_product_attention(query, *to, mask, is_causal=causal)
         return self.out(y.transpose(1, 2).flatten(-2))
@@ -54,7 +54,7 @@ class Attention(nn.Module):
 @final
 @dataclass(slots=True)
 class Past:
-    """What a decoder's block keeps while a sequence grows by one token at a time."""
+    """The key-value cache of a decoder's block, for generation token by token."""
 
     memory: KeysAndValues
     own: KeysAndValues | None = None
@@ -62,7 +62,7 @@ class Past:
 
 
 class Block(nn.Module):
-    """Self-attention, attention to a memory where there is one, and a perceptron."""
+    """Self-attention, cross-attention where there is a memory, and an MLP."""
 
     def __init__(
         self, width: int, heads: int, hidden: int, *, dropout: float = 0.0, memory: bool = False
@@ -96,7 +96,7 @@ class Block(nn.Module):
         return x_BTC + self.dropout(self.perceptron(x_BTC))
 
     def step(self, x_B1C: Tensor, past: Past, memory_mask: Tensor) -> Tensor:
-        """Return a new last position after this block: ``forward`` without dropout, for one."""
+        """Return the output of a new last position: ``forward`` without dropout, by the cache."""
         normed = self.norm(x_B1C)
         keys, values = self.attention.keys_and_values(normed)
         if past.own is not None:
@@ -110,7 +110,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A language model in the form of GPT-2: learned positions, input and output tables tied."""
+    """A language model as GPT-2: learned positions, tied input and output embeddings."""
 
     def __init__(self, vocabulary: int, context: int, *, width: int, layers: int, heads: int):
         super().__init__()
@@ -129,7 +129,7 @@ class GPT(nn.Module):
 
 
 def _initialize(model: nn.Module, layers: int) -> None:
-    """Draw weights as GPT-2 does: narrow, and narrower where they add to the residual stream."""
+    """Initialize as GPT-2: std 0.02, scaled down where layers add to the residual stream."""
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
             adds = name.endswith(("out.weight", "perceptron.3.weight"))
@@ -141,8 +141,8 @@ def _initialize(model: nn.Module, layers: int) -> None:
 class Translator(nn.Module):
     """An encoder and a decoder (Vaswani et al., https://arxiv.org/abs/1706.03762).
 
-    A sample is one row of tokens: ``length`` of the source, then the target as the decoder reads
-    it. Token 0 is padding. The output table is tied to the table of target words.
+    A sample is one row of tokens: ``length`` of the source, then the target as the decoder's input.
+    Token 0 is padding. The output layer is tied to the target embedding.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class Translator(nn.Module):
         return F.linear(self.decode(target, memory, mask), self.target.weight)
 
     def encode(self, source: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what the decoder attends to, and where it may."""
+        """Return the encoder's output, and its padding mask."""
         mask = (source != 0)[:, None, None, :]
         x = self._embed(self.source, source)
         for block in self.encoder:
