@@ -250,7 +250,7 @@ _collect(get_command(app), "gossamer")
 
 
 def test_a_path_is_not_an_option(gossamer: Run) -> None:
-    """In every verb, an option that takes a path refuses the next option in its place."""
+    """In every verb, an option that needs a path refuses the next option in its place."""
     paths = [
         (verb, each.opts[0])
         for verb, command in VERBS.items()
@@ -263,7 +263,7 @@ def test_a_path_is_not_an_option(gossamer: Run) -> None:
         arguments = ["argument" for each in VERBS[verb].params if each.param_type_name != "option"]
         result = gossamer(*verb.split()[1:], *arguments, option, "--figures")
         assert result.returncode == 2
-        assert result.stderr.startswith(f"error: {option} takes a path, got '--figures'")
+        assert result.stderr.startswith(f"error: {option} needs a path, got '--figures'")
 
 
 def examples_in(text: str) -> list[str]:
@@ -281,7 +281,7 @@ def test_every_verb_has_examples_of_itself(verb: str) -> None:
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("columns", [80, 60])
 def test_help_reads(gossamer: Run, verb: str, columns: int) -> None:
-    """Examples are one per line at 80 columns, no text breaks at 60, and flags take no value."""
+    """Examples are one per line at 80 columns, no line breaks at 60, and flags take no value."""
     result = gossamer(*verb.split()[1:], "--help", columns=columns)
     assert result.returncode == 0
     assert result.stderr == ""
@@ -492,7 +492,7 @@ def test_a_rate_that_is_off_is_exit_code_1(
 def test_long_work_is_a_line_in_a_log_and_a_bar_on_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No control characters where nobody looks; all items come through in both."""
+    """No control characters unless it is a terminal; all items come through in both."""
     assert list(track([1, 2], "measuring")) == [1, 2]
     assert capsys.readouterr() == ("", "measuring\n")
     monkeypatch.setattr(Console, "is_terminal", True)
@@ -569,7 +569,7 @@ def long_run(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 def test_a_signal_ends_a_run_with_its_exit_code(
     long_run: subprocess.Popen[str], number: signal.Signals
 ) -> None:
-    """Ctrl-C in the middle: one line that says how to go on, and 128 and the signal's number."""
+    """Ctrl-C in the middle: one line that says how to continue, and 128 and the signal's number."""
     long_run.send_signal(number)
     out, err = long_run.communicate(timeout=30)
     assert long_run.returncode == 128 + number

@@ -226,7 +226,7 @@ def test_gossip_that_wins_by_step_loses_where_an_equal_loss_takes_too_many_steps
 
 
 def test_a_saving_to_equal_loss_counts_the_steps() -> None:
-    """Where gossip still wins, its saving is that of the whole training, and the points add up."""
+    """Where gossip still wins, its saving is that of time to equal loss, and the points add up."""
     job = transformer().with_kind(TRANSFORMER_ADAM)
     plan = make_plan(job, [16], topologies=["aer"], losses=[CHEAP])
     (advice,) = plan.advice
@@ -300,7 +300,7 @@ def test_strong_scaling_divides_compute() -> None:
 
 
 def test_what_cannot_be_built_is_said() -> None:
-    """AER does not exist on three nodes; the plan goes on without it."""
+    """AER does not exist on three nodes; the plan leaves it out."""
     plan = make_plan(transformer(), [12], topologies=("ring", "aer"))
     assert "power-of-two" in plan.missing["aer on 12"]
     with pytest.raises(UserError, match="topology that exists on 12"):
@@ -369,7 +369,7 @@ def test_losses_are_shown_wherever_times_are(
 
 
 def test_a_data_sheet_is_of_a_kind_where_it_is_said(tmp_path: Path) -> None:
-    """--kind is in the profile; one that nobody knows is refused with those that are."""
+    """--kind is in the profile; an unknown one is refused with the known ones."""
     path = tmp_path / "profile.json"
     options = ["profile", "--gpu", "a40", "--out", str(path), "--kind"]
     runner = CliRunner()
@@ -391,8 +391,8 @@ def test_profiles_of_before_kinds_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--workers", "eight"], "whole numbers"),
-        (["--html", "plan.pdf"], "change its ending"),
+        (["--workers", "eight"], "integers"),
+        (["--html", "plan.pdf"], "change its suffix"),
     ],
 )
 def test_wrong_options_are_answered(tmp_path: Path, arguments: list[str], said: str) -> None:

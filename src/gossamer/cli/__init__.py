@@ -1,6 +1,6 @@
 """The command line: each verb parses its arguments, makes one library call and prints.
 
-What a verb needs is imported when it runs: torch takes seconds, and --help needs none of it.
+Imports are lazy, inside the verbs: torch takes seconds, and --help does not need it.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ app.command("launch", cls=Verb, rich_help_panel="Train")(launch_command)
 
 
 def main() -> None:
-    """Run the command line; what a user can cause is one line on stderr, without a traceback."""
+    """Run the command line; a UserError is one line on stderr, without a traceback."""
     try:
         code = app(prog_name="gossamer", standalone_mode=False)
     except UserError as error:

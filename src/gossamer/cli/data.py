@@ -1,4 +1,4 @@
-"""The verb `gossamer data`: get a data set."""
+"""The verb `gossamer data`: download a data set."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from gossamer.cli.names import complete
 from gossamer.cli.terminal import say
 
 DataDir = Annotated[
-    Path | None, typer.Option(help="Where data sets lie; by default GOSSAMER_DATA.")
+    Path | None, typer.Option(help="Folder of data sets; by default GOSSAMER_DATA.")
 ]
 
 
@@ -36,8 +36,8 @@ def data_command(
 ) -> None:
     """Download a data set from where it is published, and check it.
 
-    Prints the paths of its files, one per line. What is there
-    already is not downloaded again.
+    Prints the paths of its files, one per line. Files that are
+    already there are not downloaded.
 
     Examples:
     $ gossamer data cifar10
@@ -55,7 +55,7 @@ def data_command(
 
 @contextlib.contextmanager
 def _bar() -> Generator[Callable[[int, int], None]]:
-    """Show on a terminal how far a transfer is."""
+    """Show the progress of a transfer on a terminal."""
     console = Console(stderr=True, emoji=False)
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     shown = console.is_terminal

@@ -1,7 +1,7 @@
-"""Commands as all verbs have them.
+"""Base classes of all commands.
 
-Help shows a flag as it is typed: typer writes <bool> after one, as of a value. An option that takes
-a path does not take the option after it for one.
+Help shows a flag as it is typed, without typer's <bool>. An option that needs a path raises on a
+following option instead of taking it as the path.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Verb(TyperCommand):
         return _plain(super().get_params(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the arguments; refuse an option that was given in place of a path."""
+        """Parse the arguments; raise on an option that was given instead of a path."""
         rest = super().parse_args(ctx, args)
-        if not ctx.resilient_parsing:  # completion looks at lines that are half typed
+        if not ctx.resilient_parsing:  # completion parses incomplete lines
             for each in self.params:
                 _check_path(each, ctx.params.get(each.name))
         return rest
@@ -52,6 +52,6 @@ def _check_path(parameter: Any, value: object) -> None:
     is_option = isinstance(value, Path) and parameter.param_type_name == "option"
     if is_option and str(value).startswith("-"):
         raise UserError(
-            f"{parameter.opts[0]} takes a path, got {str(value)!r}, which reads as an option; "
-            "write the path after it, an absolute one where it is really called so"
+            f"{parameter.opts[0]} needs a path, got {str(value)!r}, which looks like an option; "
+            "write the path after it, or an absolute path if it is a file"
         )

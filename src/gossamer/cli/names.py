@@ -1,7 +1,7 @@
-"""What can be typed: names in tables and files that exist, for help and for shell completion.
+"""Valid names and existing files, for help and for shell completion.
 
-Tables are read from their source. Importing them loads torch or scipy, which takes longer than
-anyone waits after a press of Tab.
+Tables are parsed from their source: importing them would load torch or scipy, which is too slow for
+completion.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def names(table: str) -> list[str]:
 
 
 def complete(table: str) -> Callable[[str], list[str]]:
-    """Return what completes a name of a table."""
+    """Return a completion function for the names of a table."""
 
     def completed(incomplete: str) -> list[str]:
         return [name for name in names(table) if name.startswith(incomplete)]
@@ -51,20 +51,20 @@ def complete(table: str) -> Callable[[str], list[str]]:
 
 
 def with_endings(**paths: Path | None) -> list[Path]:
-    """Return the files asked for, after a check that each is of its option's kind."""
+    """Return the given paths, after a check that each has the suffix of its option."""
     for kind, path in paths.items():
         if path is not None and path.suffix.lower() != f".{kind}":
-            raise UserError(f"--{kind} writes a .{kind} file, got {path.name!r}; change its ending")
+            raise UserError(f"--{kind} writes a .{kind} file, got {path.name!r}; change its suffix")
     return [path for path in paths.values() if path is not None]
 
 
 def complete_experiment(incomplete: str) -> list[str]:
-    """Return the experiments that a path may come to, here and one folder down."""
+    """Return the experiments that complete a path, here and one folder down."""
     return [str(path) for path in _below(incomplete, ".toml") if _is_experiment(path)]
 
 
 def complete_results(incomplete: str) -> list[str]:
-    """Return the folders of records that a path may come to."""
+    """Return the folders of records that complete a path."""
     return [str(path.parent) for path in _below(incomplete, "/experiment.toml")]
 
 

@@ -31,7 +31,7 @@ def plan_command(  # noqa: PLR0913 - one parameter per option
         ),
     ] = None,
     strong: Annotated[
-        bool, typer.Option("--strong", help="Keep the batch of all workers together.")
+        bool, typer.Option("--strong", help="Keep the global batch size constant.")
     ] = False,
     link: Annotated[
         str,
@@ -43,12 +43,12 @@ def plan_command(  # noqa: PLR0913 - one parameter per option
     algorithm: Annotated[
         str, typer.Option(help="What a step of gossip does; see docs/algorithms.md.")
     ] = "awc",
-    every: Annotated[int, typer.Option(min=1, help="Steps from exchange to exchange.")] = 1,
+    every: Annotated[int, typer.Option(min=1, help="Steps from one exchange to the next.")] = 1,
     wire: Annotated[
-        str, typer.Option(help="What of parameters travels; see docs/wire.md.")
+        str, typer.Option(help="Wire format of parameters; see docs/wire.md.")
     ] = "fp32",
     fragments: Annotated[
-        int, typer.Option(min=1, help="Of the parameters, exchanged in turn.")
+        int, typer.Option(min=1, help="Fragments of parameters, exchanged in turn.")
     ] = 1,
     html: Annotated[Path | None, typer.Option(help="Write timeline and curves as a page.")] = None,
     as_json: Json = False,
@@ -121,12 +121,12 @@ def profile_command(  # noqa: PLR0913 - one parameter per option
     samples: Annotated[
         float, _sheet("Samples or tokens of a worker's step, where --flops is 0.")
     ] = 4096,
-    efficiency: Annotated[float, _sheet("Share of the GPU's peak.")] = 0.3,
-    variance: Annotated[float, _sheet("Of normalized compute time.")] = 0.0,
+    efficiency: Annotated[float, _sheet("Fraction of the GPU's peak.")] = 0.3,
+    variance: Annotated[float, _sheet("Variance of normalized compute time.")] = 0.0,
     workers: Annotated[int, _sheet("Workers that the batch is for.", min=1)] = 8,
     per_node: Annotated[int, _sheet("Workers of a node.", min=1)] = 8,
     kind: Annotated[
-        str, _sheet("Of model and optimizer, for measured losses: 'transformer, Adam'.")
+        str, _sheet("Kind of model and optimizer, for measured losses: 'transformer, Adam'.")
     ] = "",
 ) -> None:
     """Measure a job, or describe it from data sheets, for a plan.
@@ -140,7 +140,7 @@ def profile_command(  # noqa: PLR0913 - one parameter per option
     """
     if bool(gpu) == bool(workload):
         raise UserError(
-            f"a profile is of a workload or a --gpu, got {'both' if gpu else 'neither'}; "
+            f"a profile needs a workload or a --gpu, got {'both' if gpu else 'neither'}; "
             "write for example gossamer profile --gpu a100 --params 65e6"
         )
     _refuse_options_of_the_other(context, measured=bool(workload))
@@ -170,7 +170,7 @@ def profile_command(  # noqa: PLR0913 - one parameter per option
 
 
 def _refuse_options_of_the_other(context: typer.Context, *, measured: bool) -> None:
-    """Refuse what would be ignored: steps of a data sheet, a link of a measurement."""
+    """Raise on options that would be ignored: --steps of a data sheet, --link of a measurement."""
     for parameter in context.command.params:
         of_sheet = getattr(parameter, "rich_help_panel", None) == _SHEET
         of_neither = parameter.name in ("workload", "out")
@@ -180,7 +180,7 @@ def _refuse_options_of_the_other(context: typer.Context, *, measured: bool) -> N
             what, instead = ("a workload", "a --gpu") if measured else ("a --gpu", "a workload")
             raise UserError(
                 f"the profile of {what} takes no {parameter.opts[0]}, which is for {instead}, got "
-                "both; take one of them away"
+                "both; remove one of them"
             )
 
 
@@ -189,7 +189,7 @@ def _scales(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise UserError(
-            f"--workers takes whole numbers separated by commas, got {text!r}; "
+            f"--workers needs integers separated by commas, got {text!r}; "
             "write for example --workers 8,16,32"
         ) from None
 
@@ -210,7 +210,7 @@ def _print_tables(plan: Plan) -> None:
     if (plan.algorithm, plan.every) != ("awc", 1):
         show(escape(f"gossip by {plan.algorithm}, an exchange every {plan.every} steps"))
     if (plan.wire, plan.fragments) != ("fp32", 1):
-        show(escape(f"what travels: {plan.wire}, {plan.fragments} fragments in turn"))
+        show(escape(f"wire format {plan.wire}, {plan.fragments} fragments in turn"))
     for advice in plan.advice:
         rows = [row for row in plan.rows if row.workers == advice.workers]
         show(f"\n[bold]{advice.workers} workers:[/] {escape(advice.reason)}")

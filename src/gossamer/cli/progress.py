@@ -1,4 +1,4 @@
-"""How an experiment goes on: bars on a terminal, lines elsewhere."""
+"""The progress of an experiment: bars on a terminal, lines elsewhere."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run_and_show(experiment: Experiment, store: Store, **options: Any) -> None:
 
 
 def title(spec: RunSpec | PlannedRun) -> str:
-    """Return what a user calls a run."""
+    """Return the title of a run: workload, method, workers, seed."""
     name = spec.method or shorten(spec.topology)
     workers = "ranks" if spec.engine == "distributed" else "workers"
     trial = f", trial of lr {spec.lr:g}" if spec.validation_share else ""
@@ -81,11 +81,11 @@ class Lines:
 
 @final
 class _Bars:
-    """A bar for all runs and one for each that goes on."""
+    """A bar for all runs, and one for each that is running."""
 
     def __init__(self) -> None:
         self._progress = Progress(
-            # On a narrow terminal the description gets a second line, and nothing is lost.
+            # On a narrow terminal the description wraps to a second line, and is not truncated.
             TextColumn("{task.description}", table_column=Column(overflow="fold")),
             BarColumn(bar_width=12),
             MofNCompleteColumn(),

@@ -1,4 +1,4 @@
-"""How far tuning is, for a terminal."""
+"""The progress of tuning, for a terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes where: results to stdout; errors, notes and progress to stderr.
+"""Output: results to stdout; errors, notes and progress to stderr.
 
 So the stdout of every verb can be piped, and with --json it is one object per line.
 """
@@ -23,27 +23,27 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON lines.")]
 
 
 def show(result: RenderableType) -> None:
-    """Print a result; a text may have rich's markup."""
+    """Print a result; a string may have rich's markup."""
     _print(Console(highlight=False, emoji=False), result)
 
 
 def show_json(kind: str, fields: Mapping[str, Any]) -> None:
-    """Print a result as one line of JSON; numbers that JSON does not have are null."""
+    """Print a result as one line of JSON; NaN and infinities become null."""
     print(json.dumps(_finite({"kind": kind, **fields}), allow_nan=False))
 
 
 def say(note: str) -> None:
-    """Print a note that is no result."""
+    """Print a note to stderr."""
     _print(_stderr(), escape(note))
 
 
 def say_error(reason: str) -> None:
-    """Print in one line what went wrong."""
+    """Print an error in one line."""
     _print(_stderr(), f"[bold red]error:[/] {escape(' '.join(reason.split()))}")
 
 
 def track(items: Sequence[_Item], doing: str) -> Iterator[_Item]:
-    """Yield items with a bar on a terminal, and after one line elsewhere."""
+    """Yield items with a progress bar on a terminal, or after one line elsewhere."""
     console = _stderr()
     if not console.is_terminal:
         say(doing)
@@ -58,7 +58,7 @@ def _stderr() -> Console:
 
 def _print(console: Console, part: RenderableType) -> None:
     if not console.is_terminal:
-        # Where a program reads it, a line stays one line and a table has all of its cells.
+        # Not a terminal: do not wrap lines or truncate tables, as a program may read them.
         wide = console.options.update(max_width=_UNLIMITED)
         console.width = max(console.width, console.measure(part, options=wide).maximum)
     console.print(part)

@@ -1,4 +1,4 @@
-"""The verb `gossamer topology`: compare graphs, or look at one of them."""
+"""The verb `gossamer topology`: compare graphs, or show one of them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def topology_command(
     png: Annotated[Path | None, typer.Option(help="Write a picture as an image.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Compare the communication graphs, or look at one of them.
+    """Compare communication graphs, or show the rounds of one.
 
     Examples:
     $ gossamer topology -n 16
@@ -67,7 +67,7 @@ def topology_command(
 
 
 def _build(name: str | None, workers: int) -> tuple[list[Schedule], dict[str, str]]:
-    """Return the named schedule, or the whole catalogue and why some of it cannot be built."""
+    """Return the named schedule, or the catalogue and why some of it cannot be built."""
     from gossamer.topology import CATALOGUE, parse
     from gossamer.topology.catalogue import example
 
@@ -120,7 +120,7 @@ def _summary_table(summaries: list[Summary], params: float) -> Table:
         )
     table.caption = (
         "messages and MB of the busiest worker per round, groups as all-reduces;\n"
-        "p: share of the squared consensus error removed, at least, per round of a cycle"
+        "p: fraction of the squared consensus error removed per round of a cycle, at least"
     )
     return table
 
