@@ -1,4 +1,4 @@
-"""Texts of a name with arguments, against Python's own parser, and from several threads."""
+"""Strings of a name with arguments, against Python's own parser, and from several threads."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def text_of(value: Any) -> str:
 @settings(max_examples=300)
 @given(call=calls(VALUES))
 def test_what_is_written_is_read(call: Call) -> None:
-    """Any nesting of names, calls, numbers, texts, lists and tuples comes back as it was."""
+    """Any nesting of names, calls, numbers, strings, lists and tuples comes back as it was."""
     assert read(f" {text_of(call)} ") == call
     ast.parse(text_of(call), mode="eval")  # it is Python, too
 
@@ -83,7 +83,7 @@ def test_what_is_not_python_is_refused(text: str) -> None:
     ],
 )
 def test_names_have_dashes_and_those_of_plug_ins_have_a_place(text: str, name: str) -> None:
-    """With arguments, among arguments and without; what is shown is read as the same again."""
+    """With arguments, among arguments and without; what is shown parses to the same."""
     nested = Call("repeat", [Name(name), Call(name, [1], {"k": Name(name)})])
     assert read(text) == read(f"{text}()") == Call(name)
     assert read(f"repeat({text}, {text}(1, k={text}))") == nested

@@ -294,7 +294,7 @@ def test_limits_hold_where_a_target_comes_out_as_zero(
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("topology", ["ring", "complete"])
 def test_rounding_is_no_distance(topology: str, order: str) -> None:
-    """Where one round averages exactly Ξ_max is rounding: nobody chases it."""
+    """Where one round averages exactly Ξ_max is rounding, and is not pursued."""
     schedule = parse(topology, 3)
     controller = bind(Constant(c=0.25), schedule, order)
     state, rng = controller.start(0), np.random.default_rng(0)
@@ -307,7 +307,7 @@ def test_rounding_is_no_distance(topology: str, order: str) -> None:
 
 
 def test_repeats_end_where_they_do_not_help() -> None:
-    """Two pairs that never meet stay apart: after a whole period without progress it is enough."""
+    """Two pairs that never exchange stay apart: a full period without progress ends the search."""
     pairs = parse("one_peer_ring", 4).round(0)
     controller = bind(Repeat(Adaptive(s=1e-3)), Schedule(4, 1, lambda _: pairs), "atc")
     seen = Observation(step=0, lr=1.0, sketches=sketches_of(4), gradients=sketches_of(4))
@@ -425,7 +425,7 @@ def test_workers_without_a_gradient_do_not_count() -> None:
 
 
 def test_a_worker_that_leaves_is_no_step_of_the_mean() -> None:
-    """The mean of fewer workers is elsewhere: the path that tells L begins anew."""
+    """The mean of fewer workers is elsewhere: the path from which L is estimated restarts."""
     points, gradients = sketches_of(6), sketches_of(6, seed=1)
     state = CriticalState().observe(points, gradients).observe(points + 1, gradients)
     assert state.displacement
@@ -503,7 +503,7 @@ def test_constant_calibrates_once_and_follows_the_rate(text: str, shape: str) ->
 def test_calibration_starts_with_the_first_phase_that_can_finish_it(
     text: str, rates: list[float], start: int
 ) -> None:
-    """A phase of another target measures nothing, and one cut short is measured anew."""
+    """A phase of another target measures nothing, and one cut short is repeated."""
     targets = targets_of(bind(parse_control(text), static(ring(4)), "atc"), rates)
     assert all(math.isinf(target) for target in targets[start : start + 20])
     plain = plain_distance(range(start + 10, start + 20))
@@ -656,12 +656,12 @@ def test_the_critical_target_is_a_share_of_gamma() -> None:
     ],
 )
 def test_texts_become_controls(text: str, control: object) -> None:
-    """Every row of the table has a text, and it means what it says."""
+    """Every row of the table has a string, which parses to it."""
     assert parse_control(text) == control
 
 
 def test_every_control_has_a_text() -> None:
-    """The test above covers the whole table."""
+    """The test above covers every row of the table."""
     table = test_texts_become_controls.pytestmark[0].args[1]  # pyright: ignore
     assert {text.split("(")[0] for text, _ in table} == set(CONTROLS)
 
@@ -702,7 +702,7 @@ def test_every_control_has_a_text() -> None:
         ("2 + 2", "a control is a name"),
     ],
 )
-def test_bad_texts_are_refused(text: str, reason: str) -> None:
+def test_bad_strings_are_refused(text: str, reason: str) -> None:
     """At construction, with what is required, what was given and what to do."""
     with pytest.raises(UserError, match=reason):
         parse_control(text)
@@ -726,7 +726,7 @@ def test_bad_texts_are_refused(text: str, reason: str) -> None:
     ],
 )
 def test_values_of_another_kind_are_refused(build: Callable[[], object], reason: str) -> None:
-    """When a control is made in Python, as in a text."""
+    """When a control is built in Python, as from a string."""
     with pytest.raises(UserError, match=reason):
         build()
 

@@ -78,7 +78,7 @@ def test_theta_bounds_the_distance(text: str, data: st.DataObject) -> None:
 
 
 def test_a_matching_hides_distance_from_theta() -> None:
-    """Pairs that agree do not move, however far apart the pairs are: why Θ alone is refused."""
+    """Pairs that agree do not move, however far apart the pairs are: why Θ by itself is refused."""
     pairs = one_peer_ring(4).round(0)
     x_nN = np.array([[0.0], [0.0], [9.0], [9.0]])
     assert theta(x_nN, pairs) == 0

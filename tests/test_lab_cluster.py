@@ -225,7 +225,7 @@ def test_a_run_that_takes_too_long_says_what_it_waited_for(pair: Cluster) -> Non
 
 @needs_lab
 def test_a_cut_link_carries_nothing_until_it_is_restored(pair: Cluster) -> None:
-    """Messages stop when a host's link is cut, and the connection goes on when it is restored."""
+    """Messages stop when a host's link is cut, and the connection continues when it is restored."""
     code = """
     import os, socket, time
     if os.environ["RANK"] == "0":
@@ -331,7 +331,7 @@ def test_the_command_shows_the_failing_host_again() -> None:
 
 @needs_lab
 def test_verify_prints_rates() -> None:
-    """With --verify alone the command measures, prints to stdout and ends."""
+    """With --verify and no command it measures, prints to stdout and ends."""
     done = subprocess.run(
         [*COMMAND, "--hosts", "2", "--rate", "300mbit", "--verify"],
         capture_output=True,

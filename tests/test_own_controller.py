@@ -150,7 +150,7 @@ class NoFurther:
     "control", [NoFurther(), Repeat(NoFurther()), Phases((Plain(), NoFurther()), at=(5,))]
 )
 def test_an_own_target_keeps_its_memory(control: Any) -> None:
-    """Alone, under a policy and in a phase: it acts, and what it remembers is saved and loaded."""
+    """By itself, under a policy and in a phase: it acts, and its memory is saved and loaded."""
     controller = bind(control, static(ring(8)), "atc")
     state, loaded = controller.start(0), controller.start(0)
     least, targets = math.inf, list[float]()
@@ -254,7 +254,7 @@ class Unbound(Pi):
 
 
 class Nameless(Pi):
-    """A policy that looks the same whatever its settings are."""
+    """A policy whose repr does not include its settings."""
 
     __repr__ = object.__repr__
 
@@ -310,7 +310,7 @@ def test_what_could_not_be_restored_is_refused(control: Any, reason: str) -> Non
 
 
 def test_a_controller_that_cannot_start_is_told_to_all_ranks() -> None:
-    """Before anything is sent: nobody waits for the rank whose controller failed."""
+    """Before anything is sent: no rank waits for the one whose controller failed."""
 
     def body(group: ProcessGroup) -> str:
         model = make_model()
@@ -392,7 +392,7 @@ def test_a_number_is_the_same_however_it_was_written() -> None:
 
 
 def test_ranks_that_load_different_states_are_told() -> None:
-    """One loads the state of another control, the others their own: nobody waits for a timeout."""
+    """One loads the state of another control, the others their own: no rank waits for a timeout."""
 
     def body(group: ProcessGroup) -> str:
         model = make_model()

@@ -100,7 +100,7 @@ def test_closed_forms_are_what_the_recursion_comes_to(
 
 
 def test_bucket_wise_is_never_slower_than_the_whole_step() -> None:
-    """With even times the wire idles least where buckets go on their way one by one."""
+    """With even times the wire idles least where buckets are sent one by one."""
     for c in (0.1, 0.5, 1.0, 3.0):
         step, wise = (
             predict(equal_buckets(order, 1.0, 4, 0.5, 0.2, c)).mean_s
@@ -252,7 +252,7 @@ def test_factors_have_mean_one_and_the_variance_asked_for() -> None:
 
 @pytest.mark.parametrize("topology", ["ring", "aer", "one_peer_exponential"])
 def test_three_factors_add_up_to_the_saving(topology: str) -> None:
-    """The shares of overlap, links and tolerance are the whole difference to DDP."""
+    """The parts of overlap, links and tolerance add up to the difference to DDP."""
     job = Job.of(small_profile(variance=0.0134), 8)
     split = split_saving(job, build(topology, job), job.trials(4))
     total = split.overlap_s + split.links_s + split.tolerance_s
@@ -278,7 +278,7 @@ def test_local_steps_pay_the_all_reduce_once_in_a_period() -> None:
 
 
 def test_a_profile_survives_its_file(tmp_path: Path) -> None:
-    """What is written is read again, and nothing else is left in the folder."""
+    """What is written is read back, and nothing else is left in the folder."""
     profile = small_profile(variance=0.01, factors=(0.9, 1.1), environment={"date": "today"})
     write_profile(profile, tmp_path / "job" / "profile.json")
     assert read_profile(tmp_path / "job" / "profile.json") == profile
@@ -322,7 +322,7 @@ def test_every_preset_makes_a_profile(gpu: str) -> None:
 
 
 def test_an_unknown_preset_names_the_nearest() -> None:
-    """A typing error in a GPU's name is answered with the name that was meant."""
+    """A typing error in a GPU's name suggests the nearest name."""
     with pytest.raises(UserError, match="did you mean 'a100'"):
         from_data_sheet("a1000", "25gbit", parameters=1, flops=1, workers=1, workers_per_node=1)
 

@@ -352,7 +352,7 @@ class Crossed(nn.Module):
 
 
 def test_gradients_of_weights_that_are_not_used_as_they_are() -> None:
-    """Kernels write to the stacked gradient only what is the whole gradient of a parameter."""
+    """Kernels write in place only the complete gradient of a parameter."""
     task = Task(Crossed, tasks.vectors)
     assert_same(run(make(task), task), run(make(task, gradients="loop"), task))
 
@@ -547,7 +547,7 @@ def test_memory_decides_on_chunks_and_not_on_the_method() -> None:
 
 
 def by_shape(params: Any) -> SGD:
-    """Decay for matrices only: a function that looks at shapes."""
+    """Decay for matrices only: a factory that depends on shapes."""
     groups = [{"params": [p for p in params if p.dim() > 1], "weight_decay": 0.1}]
     return SGD([*groups, {"params": [p for p in params if p.dim() <= 1]}], lr=0.1)
 
@@ -584,7 +584,7 @@ class Clipped(SGD):
 def test_an_optimizer_per_worker_where_it_must_be(
     optimizer: Callable[[Any], Any], per_worker: bool
 ) -> None:
-    """Optimizers that look at whole tensors or shapes equal those of separate workers, too."""
+    """Optimizers that depend on whole tensors or shapes equal those of separate workers, too."""
     sim = run(make(optimizer=optimizer))
     models = tasks.train(MLP, parse("ring", 6), "awc", lambda p: optimizer(list(p)), 4)
     for worker, model in enumerate(models):
@@ -1036,7 +1036,7 @@ def test_centralized_normalizes_as_ddp_does(gradients: str) -> None:
 
 
 def test_centralized_state_continues() -> None:
-    """A loaded state goes on bit for bit, and holds one copy of the parameters."""
+    """A loaded state continues bit for bit, and holds one copy of the parameters."""
     first, second = (Centralized(MLP.make(), MLP.loss, AdamW, 6, gradients="vmap") for _ in "ab")
     second.load_state_dict(copy.deepcopy(run(first).state_dict()))
     run(first)

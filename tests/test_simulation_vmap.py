@@ -58,7 +58,7 @@ def lacking(home: str, name: str, found: Any = None) -> ModuleType:
 
 @pytest.mark.parametrize(("home", "name"), PRIVATE)
 def test_a_torch_that_lacks_a_name_takes_public_ones(home: str, name: str) -> None:
-    """Whichever of the private names is gone, the import goes on without functorch's."""
+    """Whichever of the private names is gone, the import falls back to the public API."""
     assert lacking(home, name).FunctorchVmap is None
 
 
@@ -109,7 +109,7 @@ def train(kind: Any, task: Task, method: str = "vmap") -> tuple[Any, list[Tensor
 
 @pytest.fixture
 def public(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have simulations compute by public names alone."""
+    """Let simulations use only the public API."""
     without = lacking(FUNCTORCH, "_add_batch_dim")
     monkeypatch.setattr(template, "WorkerGradients", without.WorkerGradients)
 

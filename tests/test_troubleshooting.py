@@ -406,8 +406,8 @@ def test_a_model_in_ddp_is_refused(pool: ProcessPool) -> None:
     assert all(message in said for said in pool.run(wrap_in_ddp))
 
 
-def texts() -> Iterator[str]:
-    """Return every text in the source, with … for what is filled in."""
+def strings() -> Iterator[str]:
+    """Return every string in the source, with … for what is filled in."""
     for path in (REPOSITORY / "src").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
@@ -420,6 +420,6 @@ def texts() -> Iterator[str]:
 @pytest.mark.parametrize(("message", "row"), of(FOUND))
 def test_a_message_is_in_the_source(message: str, row: str) -> None:
     """What cannot be provoked here is worded in the source as on the page, part by part."""
-    everything = list(texts())
+    everything = list(strings())
     for part in message.split("…"):
         assert any(part.strip() in text for text in everything), part

@@ -21,7 +21,7 @@ RESULTS: frozenset[Status] = frozenset({"done", "diverged"})
 """Final statuses: such a run is not retried."""
 
 
-Whole: TypeAlias = Annotated[int, Field(ge=0, lt=2**63)]
+Count: TypeAlias = Annotated[int, Field(ge=0, lt=2**63)]
 """What fits in a column of a table."""
 
 _Limited: TypeAlias = Annotated[int, Field(ge=0, le=10**9)]
@@ -43,8 +43,8 @@ class _KnownFields(BaseModel):
     gossip_steps: _Limited = 0
     epochs: _Limited = 0
     steps_per_epoch: _Limited = 0
-    max_steps: Whole | None = None
-    seed: Whole = 0
+    max_steps: Count | None = None
+    seed: Count = 0
     lr: float | None = None
     validation_share: float = 0.0
 
@@ -82,7 +82,7 @@ class WorkloadFacts(BaseModel):
     target: float | None = None
     """The metric at which the workload counts as trained."""
 
-    evaluate_samples: Whole = 0
+    evaluate_samples: Count = 0
     """Of its recipe."""
 
 
@@ -96,13 +96,13 @@ class Started(_Record):
     """The specification, with every default filled in."""
 
     environment: dict[str, str]
-    norms_every: Whole = 0
+    norms_every: Count = 0
     """Steps between two stored norms; 0 where none are stored."""
 
     workload_facts: WorkloadFacts | None = None
     """None in old records."""
 
-    parameter_bytes: Whole = 0
+    parameter_bytes: Count = 0
     """Of the parameters that one worker trains; 0 in old records."""
 
 
@@ -119,10 +119,10 @@ class Step(_Record):
     """One training step, measured after it."""
 
     kind: Literal["step"] = "step"
-    step: Whole
+    step: Count
     """Steps taken so far."""
 
-    epoch: Whole
+    epoch: Count
     lr: float
     loss: float
     """Mean over workers, each of its batch at its own parameters, before the update."""
@@ -138,13 +138,13 @@ class Step(_Record):
     """Of each parameter tensor; empty where workers hold one model, and where none were mixed
     since the record before."""
 
-    dispersion_step: Whole | None = None
+    dispersion_step: Count | None = None
     """The step that it is of: the last one that was mixed. None in old records: ``step``."""
 
-    rounds: Whole
+    rounds: Count
     """How often this step mixed, or the next one does where exchanges overlap with gradients."""
 
-    degree: Whole
+    degree: Count
     """The most neighbours that any worker has in these rounds."""
 
     target: float | None
@@ -164,10 +164,10 @@ class Norms(_Record):
     """
 
     kind: Literal["norms"] = "norms"
-    step: Whole
+    step: Count
     """Steps taken so far."""
 
-    every: Whole
+    every: Count
     """Steps between two of them."""
 
     tensors: list[str]
@@ -179,8 +179,8 @@ class Evaluation(_Record):
     """The metric on the test data, or on the validation samples of a run that has any."""
 
     kind: Literal["evaluation"] = "evaluation"
-    step: Whole
-    epoch: Whole
+    step: Count
+    epoch: Count
     average: float
     """Of the model with the average parameters."""
 
@@ -189,7 +189,7 @@ class Evaluation(_Record):
 
     bytes_sent: float
     train_s: float
-    samples: Whole | None = None
+    samples: Count | None = None
     """How many of these samples it is on; None for all of them, as it is at the end."""
 
 
@@ -201,7 +201,7 @@ class Ended(_Record):
     reason: str = ""
     """Why, where it is not done."""
 
-    steps: Whole = 0
+    steps: Count = 0
     train_s: float = 0.0
     """Time in training steps, without evaluation and records."""
 

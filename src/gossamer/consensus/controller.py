@@ -4,10 +4,10 @@
 
 A decision is a tuple of Rounds to mix with, in this order: q of them under atc, which may repeat;
 one under awc, whose exchange overlaps with the gradient. A controller is pure, and every rank feeds
-it bit-identical observations, so all ranks decide the same without a further collective; a
-controller that reads a clock or an unseeded generator would make ranks wait for each other in vain,
-so engines compare digests of decisions. As sketches are linear, W times the sketches give the
-distance after any round before anything is sent.
+it bit-identical observations, so all ranks decide the same without sending decisions. One that read
+a clock or an unseeded generator would make ranks wait for messages that are never sent, so engines
+compare digests of decisions. As sketches are linear, W times the sketches give the distance after
+any round before anything is sent.
 
 A controller owns its state: it creates, updates, saves and loads it. To engines it is opaque.
 """

@@ -275,9 +275,9 @@ def _wait(
     schedule: Schedule, most: int, seen: Observation, target: float, held: int
 ) -> tuple[Decision, int]:
     # What is held is one number: exchanges made, and local steps since the last of them.
-    exchanges, alone = divmod(held, most)
+    exchanges, local = divmod(held, most)
     near = seen.sketches is None or sketch_distance(seen.sketches) <= target
-    if target != PLAIN and near and alone + 1 < most:
+    if target != PLAIN and near and local + 1 < most:
         return decided((nobody(schedule.num_workers),), seen, target), held + 1
     round = schedule.round(exchanges if schedule.counts == "exchanges" else seen.step)
     return decided((round,), seen, target), (exchanges + 1) * most

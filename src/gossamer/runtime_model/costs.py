@@ -87,7 +87,7 @@ class Links:
         )
 
 
-def alone(times: FloatArray) -> FloatArray:
+def unsynchronized(times: FloatArray) -> FloatArray:
     """Wait for no other worker."""
     return times
 
@@ -99,7 +99,7 @@ def everyone(times: FloatArray) -> FloatArray:
 
 def nothing(num_workers: int, num_buckets: int) -> ExchangeTime:
     """Return the exchange of an iteration without communication."""
-    return ExchangeTime(alone, np.zeros((num_workers, num_buckets)))
+    return ExchangeTime(unsynchronized, np.zeros((num_workers, num_buckets)))
 
 
 def mix(

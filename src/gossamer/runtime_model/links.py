@@ -103,7 +103,7 @@ class _Probe:
         ]
 
     def node_rate(self, workers_per_node: int, link: Link) -> float:
-        """Return the rate at which a whole node exchanges with the next one."""
+        """Return the rate at which all workers of a node exchange with the next one."""
         num_bytes = _bytes_for(link.bits_s / workers_per_node)
         partner = self.rank + workers_per_node * (1 if self.rank < workers_per_node else -1)
 

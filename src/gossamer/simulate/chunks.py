@@ -103,11 +103,11 @@ class ChunkedGradients:
     ) -> Iterator[ChunkGradients]:
         if size == _LOOP:
             for worker in part:
-                yield self._gradients.alone(step, workers.chunk(worker))
+                yield self._gradients.single(step, workers.chunk(worker))
             return
         for start in part[::size]:
             index = slice(start, min(start + size, part.stop))
-            yield self._gradients.together(step, workers.chunk(index))
+            yield self._gradients.vmapped(step, workers.chunk(index))
 
     def _probe(
         self, step: int, workers: AllWorkers
@@ -137,7 +137,7 @@ class ChunkedGradients:
         before = {name: buffer.clone() for name, buffer in chunk.buffers.items()}
         try:
             with saved_bytes(chunk.tensors) as saved:
-                done = self._gradients.together(step, chunk)
+                done = self._gradients.vmapped(step, chunk)
         except Exception as error:  # vmap may raise anything on an unsupported model
             refused = (
                 f"workers run one after the other, because {self._gradients.layer_of(error)} does "

@@ -65,7 +65,7 @@ class WorkerGradients:
         self._seed = seed
         self._vmap: Vmap = PublicVmap() if FunctorchVmap is None else FunctorchVmap()
 
-    def alone(self, step: int, chunk: Chunk) -> ChunkGradients:
+    def single(self, step: int, chunk: Chunk) -> ChunkGradients:
         """Compute one worker; torch's default generator is restored afterwards."""
         (worker,) = chunk.workers
         generator = torch.default_generator
@@ -76,7 +76,7 @@ class WorkerGradients:
         finally:
             generator.set_state(before)
 
-    def together(self, step: int, chunk: Chunk) -> ChunkGradients:
+    def vmapped(self, step: int, chunk: Chunk) -> ChunkGradients:
         """Compute all workers of a chunk under vmap."""
 
         def generators() -> list[torch.Generator]:

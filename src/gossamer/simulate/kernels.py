@@ -105,8 +105,8 @@ def _attention(
     elif attn_mask is not None:
         scores = scores + attn_mask
     # As in torch: a query whose mask is all false gets zeros, and no gradient.
-    alone = (scores == -torch.inf).all(-1, keepdim=True)
-    shares = scores.masked_fill(alone, 0.0).softmax(-1).masked_fill(alone, 0.0)
+    masked = (scores == -torch.inf).all(-1, keepdim=True)
+    shares = scores.masked_fill(masked, 0.0).softmax(-1).masked_fill(masked, 0.0)
     return _dropout(mode, shares, dropout_p) @ value
 
 

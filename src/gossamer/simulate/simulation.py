@@ -67,7 +67,7 @@ class Simulation:
         buffers: running statistics of normalization layers are ``"average"``: each worker's own,
             averaged by ``average()``; ``"local"``: each worker's own, worker 0's in
             ``average()``; or ``"mix"``: mixed at every step, as parameters are.
-        wire: what of parameters travels, as in ``decentralize``.
+        wire: the wire format of parameters, as in ``decentralize``.
         fragments: of which each exchange is one in turn, as in ``decentralize``.
         bucket_mb: size of a bucket in megabytes, as in ``decentralize``, by default, too: a message
             is of one.

@@ -86,7 +86,7 @@ class StackedContext:
         self.mean_moved = 0
 
     def _code(self, tensors: Sequence[Tensor]) -> list[CodedBucket]:
-        """Return buckets of a state; none where they travel as they are."""
+        """Return coded buckets of a state; none where it is sent without a codec."""
         coded: list[CodedBucket] = []
         for indices in self._packing.buckets:
             first = tensors[indices[0]]
