@@ -115,7 +115,7 @@ def _by_shifts(own: float, shares: list[float], parts: list[_RowsFrom], x_WN: Te
         x_WN: mixed in place.
     """
     for block in _columns(x_WN):
-        # All neighbours' rows are read before the block is written: mixing is not in place by row.
+        # Into a buffer: a row written in place would reach its neighbours already mixed.
         mean = torch.empty_like(block)
         for rows, (first, *rest) in parts:
             into, sofar = mean[rows], block[first]
