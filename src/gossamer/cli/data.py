@@ -36,8 +36,8 @@ def data_command(
 ) -> None:
     """Download a data set from where it is published, and check it.
 
-    Prints the paths of its files, one per line. Files that are
-    already there are not downloaded.
+    Prints the paths of its files, one per line. Existing ones
+    are not downloaded.
 
     Examples:
     $ gossamer data cifar10
