@@ -202,7 +202,7 @@ def test_images_are_decoded_when_they_are_asked_for(tmp_path: Path) -> None:
     assert images[0, :, 0].float().mean((1, 2)).tolist() == pytest.approx([40, 140], abs=3)
     assert data.train_targets[torch.tensor([0, 5])].tolist() == [0, 1]
     (tmp_path / "imagenet/train/n01/1.JPEG").write_bytes(b"not an image")
-    with pytest.raises(UserError, match=r"n01/1\.JPEG must be an image that can be read"):
+    with pytest.raises(UserError, match=r"n01/1\.JPEG must be a readable image"):
         data.train_inputs[torch.tensor([1])]
     with pytest.raises(UserError, match="must hold 7 images in folders of classes, got 6"):
         read(tmp_path, num_train=7)
@@ -359,7 +359,7 @@ def test_a_changed_file_is_refused(site: tuple[str, Path], tmp_path: Path) -> No
     source = Source(
         url=f"{address}/a.txt", files={"set/a.txt": sha256(b"other")}, checksum="md5:" + "0" * 32
     )
-    with pytest.raises(UserError, match="as it was published"):
+    with pytest.raises(UserError, match="as published, and disk space"):
         download("x", tmp_path, (source,))
     assert not (tmp_path / "set").exists() or not any((tmp_path / "set").iterdir())
     assert not any((tmp_path / ".transfers").iterdir())
@@ -370,7 +370,7 @@ def test_a_folder_that_cannot_be_written_is_named(site: tuple[str, Path], tmp_pa
     pytest.importorskip("pooch")
     (tmp_path / "file").write_bytes(b"")
     source = Source(url=f"{site[0]}/a.txt", files={"set/a.txt": sha256(b"hello")})
-    with pytest.raises(UserError, match=r"room in .*/file, got .*Not a directory.* put set/a\.txt"):
+    with pytest.raises(UserError, match=r"space in .*/file, got .*Not a directory.* set/a\.txt"):
         download("x", tmp_path / "file", (source,))
 
 
@@ -441,7 +441,7 @@ def test_data_sets_go_by_their_own_name_and_by_those_of_workloads() -> None:
     """Every workload that reads files leads to its data set, or to where to register."""
     for name in FROM_FILES:
         if name == "imagenet-resnet50":
-            with pytest.raises(UserError, match=r"register at https://image-net.org"):
+            with pytest.raises(UserError, match=r"registration at https://image-net.org"):
                 find_data_set(name)
         else:
             assert name.startswith(find_data_set(name))
