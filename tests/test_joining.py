@@ -142,7 +142,7 @@ def asking() -> Callable[[Gossip], object]:
         ({"topology": "ring"}, average_often),
         ({"topology": "ring"}, asking()),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_worker_that_comes_back_has_its_donor_s_bits(
     options: dict[str, Any], each_step: Callable[[Gossip], object] | None
