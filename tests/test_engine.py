@@ -174,9 +174,15 @@ def test_a_specification_takes_its_recipe_and_has_an_id() -> None:
         ),
         ({"lr_schedule": "cosin"}, "unknown lr_schedule 'cosin' .*; choose from constant"),
         ({"gossip_steps": 2}, "awc mixes once per step"),
-        ({"control": "exact", "topology": "centralized"}, "nothing to control"),
+        (
+            {"control": "exact", "topology": "centralized"},
+            "so it takes no option of gossip, got {'control'",
+        ),
         ({"wire": "bf16", "topology": "centralized"}, "got {.wire.: .bf16.}"),
-        ({"algorithm": "push_sum", "topology": "centralized"}, "or to choose, got"),
+        (
+            {"algorithm": "push_sum", "topology": "centralized"},
+            "got {'algorithm': 'push_sum'}; leave it out",
+        ),
         ({"topology": "local_sgd(every=8)"}, "use .complete. with algorithm=.atc. and every=8"),
         ({"control": "constant(c=0)"}, "needs a finite c > 0"),
         ({"optimizer_options": {"no_such_option": 1.0}}, "must be those of sgd"),

@@ -122,7 +122,7 @@ def test_tensorboard_shows_every_number(tmp_path: Path) -> None:
     assert {tag.removeprefix("gossip/") for tag in read} == {
         *("num_steps", "bytes_sent", "messages_sent", "exposed_s", "in_flight_s"),
         *("meeting_s", "exposed_per_step_s", "overlap", "left_out", "mean_moved"),
-        *("undecoded", "failures", "recovery_s"),
+        *("undecoded", "failures", "joins", "recovery_s"),
     }
     assert read["gossip/overlap"].value == pytest.approx(0.75)
     assert read["gossip/exposed_per_step_s"].value == pytest.approx(0.05)
