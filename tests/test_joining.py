@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -273,6 +273,34 @@ def test_a_worker_that_nobody_lets_in_says_why(monkeypatch: pytest.MonkeyPatch) 
         member.leave("ended its gossip", alarm=False)
     with pytest.raises(ExchangeError, match=r"\(0, 1\), and they have ended: worker 0 ended its"):
         Membership(store, 2, (), limit).join(ASKS)
+
+
+def test_a_worker_that_asks_where_training_has_failed_is_told_so_once() -> None:
+    """At once, though its number is a member's; and it asked once."""
+    store = HashStore()
+    limit = timedelta(seconds=5)
+    (zero,) = [Membership(store, 0, range(1), limit)]
+    zero._decide(Decision(members=(0,), step=0, calls_done=0, error="the program is wrong"))
+    for number in (0, 2):
+        late = Membership(store, number, (), limit)
+        began = time.monotonic()
+        with pytest.raises(ExchangeError, match="they have ended: the program is wrong"):
+            late.join(replace(ASKS, member=number))
+        assert time.monotonic() - began < 2
+    assert len(zero._lines("0/asked")) == 2
+
+
+def test_a_worker_that_gives_up_asking_says_nothing_of_a_member(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Though it asked with the number of one: that one goes on."""
+    monkeypatch.setattr("gossamer.gossip.membership._SEEN_S", 0.1)
+    zero, _ = memberships(2)
+    impostor = Membership(zero._all, 1, (), timedelta(seconds=0.3))
+    with pytest.raises(ExchangeError, match="none of them has seen that"):
+        impostor.join(replace(ASKS, member=1))
+    impostor.leave("could not join", alarm=True)
+    assert zero._lines("0/left") == zero._lines("0/log") == []
 
 
 @pytest.mark.parametrize(

@@ -295,14 +295,15 @@ class Membership:
         """
         deadline = time.monotonic() + 2 * self._timeout_s + _SEEN_S
         pause_s = _FIRST_PAUSE_S
+        self.members = ()  # of the epoch that it asks in it is none, even where one has its number
         while True:
-            self.epoch, self.members = self._ask(self._now)
+            self.epoch, members = self._ask(self._now)
             epoch = self.epoch
             line = _line(here=asdict(arrival))
             self._ask(lambda epoch=epoch, line=line: self._store.append(f"{epoch}/asked", line))
             asked_at = time.monotonic()
             while (now := self._ask(self._now)[0]) == epoch:
-                self._check_answer(asked_at, deadline)
+                self._check_answer(members, asked_at, deadline)
                 time.sleep(pause_s)
                 pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
             decision = self._ask(self._decision)
@@ -317,21 +318,22 @@ class Membership:
                     f"{decision.members}; start another one with a number of its own"
                 )
 
-    def _check_answer(self, asked_at: float, deadline: float) -> None:
+    def _check_answer(self, members: tuple[int, ...], asked_at: float, deadline: float) -> None:
         """Raise where nobody will let this worker in."""
         left = {line["left"]: line["why"] for line in self._ask(self._read)[1]}
+        decision = self._ask(self._decision)
         waited_s = time.monotonic() - asked_at
-        if all(member in left for member in self.members):
-            reason = f"they have ended: worker {self.members[0]} {left[self.members[0]]}"
+        if decision is not None and decision.error:
+            reason = f"they have ended: {decision.error}"
+        elif all(member in left for member in members):
+            reason = f"they have ended: worker {members[0]} {left[members[0]]}"
         elif waited_s > _SEEN_S and not self._ask(lambda: self._store.check([self._key("seen")])):
             reason = f"none of them has seen that within {_SEEN_S:g} s: they are gone, or stalled"
         elif time.monotonic() > deadline:
             reason = f"none of them came to a step within {waited_s:.0f} s"
         else:
             return
-        raise ExchangeError(
-            f"worker {self.member} asked to join workers {self.members}, and {reason}"
-        )
+        raise ExchangeError(f"worker {self.member} asked to join workers {members}, and {reason}")
 
     def _check_progress(self, decision: Decision) -> None:
         """Raise where epoch after epoch ends as it began; all members see the same decisions."""
