@@ -106,6 +106,18 @@ def test_a_worker_is_started_anew_a_few_times_and_is_told_so(
     assert [line.partition("it comes back in ")[2][:5] for line in said] == ["0.1 s", "0.2 s", ""]
 
 
+def test_a_new_worker_that_is_started_anew_is_new_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It did not begin with the others, so it must not look for what it began."""
+    monkeypatch.setattr("gossamer.launch._FIRST_PAUSE_S", 0.05)
+    log = tmp_path / "log"
+    command = ["sh", "-c", f'echo "$GOSSAMER_JOIN" >> {log}; exit 3']
+    place = Place(1, first=2, store="127.0.0.1:1", joins=True)
+    assert launch(command, place, restarts=1) == 1
+    assert log.read_text() == "new\nnew\n"
+
+
 @pytest.mark.parametrize(
     ("place", "words"),
     [

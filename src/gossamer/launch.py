@@ -98,12 +98,12 @@ def launch(
             "TORCHELASTIC_RESTART_COUNT": "0",
         }
         workers = [
-            _Worker(command, environment, place.first + local, local, restarts)
+            _Worker(command, environment, place.first + local, local, restarts, joins=place.joins)
             for local in range(place.num_workers)
         ]
         try:
             for worker in workers:
-                worker.start(NEW if place.joins else "")
+                worker.start()
             return _follow(workers, say, alone=alone)
         finally:
             _end(workers)
@@ -119,6 +119,7 @@ class _Worker:
         rank: among all workers.
         local_rank: among those here.
         restarts: how often it is started anew, at most.
+        joins: whether others have begun before it was started first.
     """
 
     def __init__(
@@ -128,6 +129,8 @@ class _Worker:
         rank: int,
         local_rank: int,
         restarts: int,
+        *,
+        joins: bool,
     ) -> None:
         self.rank = rank
         self.restarts_left = restarts
@@ -139,13 +142,16 @@ class _Worker:
         self._command = command
         self._environment = {**environment, "RANK": str(rank), "LOCAL_RANK": str(local_rank)}
         self._pause_s = _FIRST_PAUSE_S
+        # One that was new opened nothing with others, so it is new again when it comes back.
+        self._joins, self._returns = (NEW, NEW) if joins else ("", RETURNED)
 
-    def start(self, joins: str) -> None:
+    def start(self) -> None:
         """Start its process; one that joins others is told so."""
         environment = {**self._environment}
-        if joins:
+        if self._joins:
             # The group of init_process_group() must not wait for those who began long ago.
-            environment |= {JOINS: joins, "TORCH_GLOO_LAZY_INIT": "1"}
+            environment |= {JOINS: self._joins, "TORCH_GLOO_LAZY_INIT": "1"}
+        self._joins = self._returns
         self.process = subprocess.Popen(
             self._command,
             env=environment,
@@ -202,7 +208,7 @@ def _look_after(
             worker.code = _NOT_STARTED
             say(f"worker {worker.rank} is not started anew: {_over(is_over)}")
         elif time.monotonic() >= worker.starts_at:
-            worker.start(RETURNED)
+            worker.start()
         return
     code = worker.process.poll()
     if code is None:
