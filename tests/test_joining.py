@@ -303,6 +303,36 @@ def test_a_worker_that_gives_up_asking_says_nothing_of_a_member(
     assert zero._lines("0/left") == zero._lines("0/log") == []
 
 
+def test_a_worker_that_reaches_the_store_alone_ends_nothing() -> None:
+    """It was let in and cannot connect: the others go on without it, and it may ask four times."""
+    zero, one, two = memberships(3, timeout_s=5)
+    failed: dict[str, Any] = {"why": "", "opened": False, "timed_out": True}
+    asked: list[Arrival] = []
+
+    def refuse(arrival: Arrival) -> Decision:
+        asked.append(arrival)
+        raise ExchangeError("asks again")
+
+    two.join = refuse
+    arrivals = {
+        zero: Arrival(member=0, step=5, call=STEP, waited_for=(2,), **failed),
+        one: Arrival(member=1, step=5, call=STEP, waited_for=(2,), **failed),
+        two: Arrival(member=2, step=0, joins=True, waited_for=(0,), **failed),
+    }
+    *decisions, late = agree(arrivals)
+    for decision in decisions:
+        assert isinstance(decision, Decision)
+        assert (decision.members, decision.donors, decision.error) == ((0, 1), {}, "")
+        assert "could not connect" in decision.gone[2]
+    assert str(late) == "asks again"
+    for _ in range(2):
+        with pytest.raises(ExchangeError, match="asks again"):
+            two.agree()
+    with pytest.raises(ExchangeError, match="worker 2 was let in 4 times"):
+        two.agree()
+    assert len(asked) == 3
+
+
 @pytest.mark.parametrize(
     ("arrivals", "entry"),
     [

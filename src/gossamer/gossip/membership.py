@@ -26,7 +26,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar, final
 
@@ -168,7 +168,7 @@ class Membership:
         self._announced = self._arrived = self._asked = -1
         self._arrival: Arrival | None = None
         self._last: Decision | None = None
-        self._num_in_vain = 0
+        self._num_in_vain = self._num_refused = 0
         if self.members:
             self._ask(lambda: self._store.compare_set(CURRENT, "", _current(0, self.members)))
         self._watcher = threading.Thread(target=self._watch, name="gossamer-members", daemon=True)
@@ -264,7 +264,15 @@ class Membership:
         is_out = is_past or self.member not in decision.members
         if self._arrival is not None and self._arrival.joins:
             if is_out:
-                return self.join(self._arrival)
+                self._num_refused += 1
+                if self._num_refused > _MOST_IN_VAIN:
+                    raise ExchangeError(
+                        f"worker {self.member} was let in {self._num_refused} times, and must "
+                        f"reach all of {decision.members} itself, which failed: "
+                        f"{self._arrival.why}; look for a network that connects it with the store "
+                        "only"
+                    )
+                return self.join(replace(self._arrival, closed=(), waited_for=()))
         elif is_out or self.member in decision.donors:
             why = decision.gone.get(self.member, "it was late")
             raise ExchangeError(
@@ -535,6 +543,11 @@ def _propose(
     here = [arrivals[member] for member in members if member in arrivals and member not in gone]
     if not here:
         return None
+    if not gone:
+        # A member that still joins could not connect, or got nothing; and nobody else is lost.
+        stuck = [arrival.member for arrival in here if arrival.joins]
+        gone |= dict.fromkeys(stuck, "it was let in, and could not connect with all others")
+        here = [arrival for arrival in here if not arrival.joins] or here
     joining = {arrival.member for arrival in (*_arrivals(asked).values(), *here) if arrival.joins}
     here = [arrival for arrival in here if not arrival.joins]
     if not here:
