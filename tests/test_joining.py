@@ -24,6 +24,7 @@ from gossamer.errors import UserError
 from gossamer.gossip import Checkpoints, ExchangeError, Gossip, decentralize
 from gossamer.gossip.donation import Donation
 from gossamer.gossip.membership import STEP, Arrival, Decision, Membership
+from gossamer.gossip.network import Network
 from gossamer.launched import JOINS, NEW, RETURNED
 from tests.ranks import run_ranks
 from tests.reference import loss_of, make_model
@@ -331,6 +332,38 @@ def test_a_worker_that_reaches_the_store_alone_ends_nothing() -> None:
     with pytest.raises(ExchangeError, match="worker 2 was let in 4 times"):
         two.agree()
     assert len(asked) == 3
+
+
+def test_one_that_joins_decides_nothing_for_those_who_have_parameters() -> None:
+    """It takes slow members for lost and raises; these go on without it when they come."""
+    zero, one = memberships(2, timeout_s=0.4)
+    one.arrive(replace(ASKS, member=1, opened=False, closed=(0,)))
+    with pytest.raises(ExchangeError, match="of those who had any nobody is left"):
+        one.agree()
+    one.leave("could not join", alarm=True)
+    zero.announce(0)
+    zero.arrive(Arrival(member=0, step=5, why="", call=STEP, opened=False, timed_out=True))
+    assert zero.agree().members == (0,)
+
+
+def test_what_takes_longer_than_the_timeout_is_handed_over_in_parts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each part may take as long as a message; the others wait for all, and nobody is lost."""
+    monkeypatch.setattr("tests.test_joining.LIMIT", timedelta(seconds=1.5))
+    monkeypatch.setattr("gossamer.gossip.network._PART_BYTES", 64)
+    num_sent: list[int] = []
+    wait = Network._wait
+
+    def wait_slowly(network: Network, *args: Any) -> None:
+        num_sent.append(network.rank)
+        time.sleep(0.1)
+        wait(network, *args)
+
+    monkeypatch.setattr(Network, "_wait", wait_slowly)
+    assert join_as(2, 3, NEW, make_model) == [(0, 1, 2)] * 3
+    assert num_sent.count(2) > 16  # at 0.1 s each
+    assert "nobody is gone" not in caplog.text  # no epoch ended in vain
 
 
 @pytest.mark.parametrize(

@@ -251,6 +251,9 @@ class Membership:
             log, left, asked = self._ask(self._read)
             listener.hear(log)
             proposal = _propose(self.members, log, left, asked, listener)
+            if proposal is not None and proposal.error == _NOTHING_LEFT:
+                # Only one that joins proposes this, and it decides nothing for who has parameters.
+                raise ExchangeError(_NOTHING_LEFT)
             if proposal is not None:
                 self._ask(lambda proposal=proposal: self._decide(proposal))
                 continue
