@@ -219,6 +219,8 @@ def join_as(
             return str(error)
         if is_late:
             assert Checkpoints("/nowhere", gossip, model=model).restore()
+            with pytest.raises(UserError, match=r"straight to its loop, got averaged\(\) before"):
+                gossip.averaged().__enter__()
             until.append(gossip.num_steps + 5)
         while not until or gossip.num_steps < until[0]:
             optimizer.zero_grad()
@@ -232,7 +234,10 @@ def join_as(
 
 
 def test_a_worker_may_be_one_more_than_there_were() -> None:
-    """A number that nobody had at the start; restore() in its script asks the others nothing."""
+    """A number that nobody had at the start; restore() in its script asks the others nothing.
+
+    Other collective calls before its first step are refused there, and harm nobody.
+    """
     assert join_as(2, 3, NEW, make_model) == [(0, 1, 2)] * 3
 
 
@@ -394,8 +399,28 @@ def test_a_worker_begins_where_it_makes_the_same_calls(
         assert (9 in decision.members) == (entry is not None)
         assert decision.entry == (entry or 0)
         donor = max(arrivals, key=lambda arrival: arrival["step"])
+        if entry is not None:
+            assert said[members[decision.donors[9]]].call in ("", STEP)
         assert decision.donors == ({} if entry is None else {9: decision.donors[9]})
         assert entry is None or said[members[decision.donors[9]]].step == donor["step"]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_worker_that_came_later_and_makes_other_calls_is_alone_in_that(late: int) -> None:
+    """Its loop counts from its own beginning, say: the others go on, and it is told why."""
+    said: dict[str, Any] = {"why": "", "timed_out": True}
+    arrivals = [
+        Arrival(member=0, step=5, call="averaged()", **said),
+        Arrival(member=1, step=6, call=STEP, **said),
+    ]
+    arrivals[late] = replace(arrivals[late], came_later=True)
+    results = agree(dict(zip(memberships(2), arrivals, strict=True)))
+    other = results[1 - late]
+    assert isinstance(other, Decision)
+    assert (other.members, other.error) == ((1 - late,), "")
+    assert "it joined, and does otherwise than they: all workers must make the same" in str(
+        results[late]
+    )
 
 
 def test_one_that_was_stalled_for_long_is_out_whatever_it_finds() -> None:

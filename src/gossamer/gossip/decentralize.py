@@ -221,13 +221,13 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
         maker = EpochMaker(rules, trained, names, optimizers, packing, limit, node)
         donation = Donation(model, optimizers)
         epochs = Epochs(maker, replica, membership, board.store, donation, timeout)
-        first_step = 0
+        entry = None
         if network is None:
-            first_step = epochs.join().entry
+            entry = epochs.join().entry
         else:
             epochs.begin(maker.make(network, replica, schedule, members))
         guard = Guard(model, optimizers, trained)
         wrappers = WrapperWatch(trained, group)
-        step = Step(optimizers, chosen, epochs, guard, wrappers, first_step)
+        step = Step(optimizers, chosen, epochs, guard, wrappers, entry)
         model_state = ModelState(model, epochs.current.network.rank, epochs.current.network.size)
         return Gossip(Worker(replica, step, epochs, model_state, node))

@@ -60,7 +60,7 @@ class Epochs:
         self._donation = donation
         self._timeout = timeout
         self._telemetry = Telemetry()
-        self._has_begun = False
+        self._has_begun = self._came_later = False
         self._dropped: list[Network] = []
 
     def begin(self, first: Epoch) -> None:
@@ -73,6 +73,7 @@ class Epochs:
     def join(self) -> Decision:
         """Become a member of an epoch that begins later, with all that a donor has."""
         assert self._membership is not None, "there is nobody to join"
+        self._came_later = True
         error = ExchangeError("this worker comes later", lost=True)
         try:
             return self._open_next(self._membership, error, None)
@@ -127,6 +128,7 @@ class Epochs:
             call=call,
             calls_done=self.calls_done,
             updated=updated,
+            came_later=self._came_later,
         )
         return self._open_next(membership, error, arrival)
 

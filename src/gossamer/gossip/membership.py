@@ -98,6 +98,9 @@ class Arrival:
     joins: bool = False
     """Whether it has nothing to go on from yet, and needs a donor."""
 
+    came_later: bool = False
+    """Whether it joined others that trained already."""
+
     calls_done: int = 0
     """How many collective calls it has done its part of."""
 
@@ -559,6 +562,9 @@ def _propose(
     error = ""
     # The first to arrive saw what happened first: others see that it let go of its connections.
     if len(here) == len(members) and next(iter(arrivals.values())).timed_out:
+        if (odd := _odd_one(here)) is not None:
+            gone[odd] = f"it joined, and does otherwise than they: {_error_of_program(here)}"
+            here = [arrival for arrival in here if arrival.member != odd]
         error = _error_of_program(here)
         if (unreachable := _unreachable(here)) is not None:
             gone[unreachable] = "another member cannot connect with it, though both are there"
@@ -592,9 +598,16 @@ def _entry(here: Sequence[Arrival]) -> int | None:
 
 
 def _donor(here: Sequence[Arrival], joiner: int) -> int:
-    """Return the member that a joiner gets everything from: the one before it that is ahead."""
+    """Return the member that a joiner gets everything from: the one before it that is ahead.
+
+    Not one in a collective call, whose parameters may be the average of all.
+    """
     last = max(arrival.step for arrival in here)
-    ahead = [arrival.member for arrival in here if arrival.step == last]
+    ahead = [
+        arrival.member
+        for arrival in here
+        if arrival.step == last and (arrival.call == STEP or arrival.updated)
+    ]
     return max((member for member in ahead if member < joiner), default=ahead[-1])
 
 
@@ -608,12 +621,24 @@ def _arrivals(log: Sequence[Mapping[str, Any]]) -> dict[int, Arrival]:
     return found
 
 
+def _apart(here: Sequence[Arrival]) -> tuple[Arrival, Arrival] | None:
+    """Return a member that waits in a call, and one that is past it."""
+    pairs = ((one, other) for one in here for other in here if _has_passed(other, one))
+    return next(pairs, None)
+
+
+def _odd_one(here: Sequence[Arrival]) -> int | None:
+    """Return who must go where one that came later makes other calls than the others."""
+    late = [arrival.member for arrival in _apart(here) or () if arrival.came_later]
+    return late[-1] if late else None
+
+
 def _error_of_program(here: Sequence[Arrival]) -> str:
     """Say why nobody is gone, and yet they waited in vain: not all make the same calls."""
-    pairs = ((one, other) for one in here for other in here if _has_passed(other, one))
-    one, other = next(pairs, (None, None))
-    if one is None or other is None:
+    apart = _apart(here)
+    if apart is None:
         return ""
+    one, other = apart
     return (
         "all workers must make the same calls, and all are there, but they waited for each other "
         f"in vain: worker {one.member} called {one.call} at step {one.step}, and worker "
