@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any
@@ -21,7 +21,7 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from gossamer.errors import UserError
-from gossamer.gossip import Checkpoints, ExchangeError, Gossip, decentralize
+from gossamer.gossip import Checkpoints, ExchangeError, Gossip, decentralize, late
 from gossamer.gossip.donation import Donation
 from gossamer.gossip.membership import STEP, Arrival, Decision, Membership
 from gossamer.gossip.network import Network
@@ -195,7 +195,11 @@ def test_nothing_in_the_store_grows_with_epochs() -> None:
 
 
 def join_as(
-    worker: int, num_workers: int, how: str, make: Callable[[], nn.Module]
+    worker: int,
+    num_workers: int,
+    how: str,
+    make: Callable[[], nn.Module],
+    trained: Callable[[nn.Module], Iterable[nn.Parameter]] = nn.Module.parameters,
 ) -> list[tuple[int, ...] | str]:
     """Let a worker join two others that train; return the members that each ends with."""
     until: list[int] = []
@@ -209,7 +213,7 @@ def join_as(
             time.sleep(0.1)
             os.environ[JOINS] = how
         model = make() if is_late else make_model()
-        optimizer = SGD(model.parameters(), lr=0.1)
+        optimizer = SGD(trained(model) if is_late else model.parameters(), lr=0.1)
         try:
             gossip = decentralize(
                 model, optimizer, "ring", process_group=group, on_failure="continue", timeout=LIMIT
@@ -257,6 +261,52 @@ def test_a_worker_s_number_can_be_taken_once() -> None:
     first, second, late = join_as(1, 2, RETURNED, make_model)
     assert first == second == (0, 1)
     assert "a worker joins once, and worker 1 is a member already, of (0, 1)" in late
+
+
+def test_optimizers_are_compared_before_a_worker_asks() -> None:
+    """Momenta of one order are not those of another: it is told before it gets any."""
+
+    def reverse(model: nn.Module) -> list[nn.Parameter]:
+        return [*model.parameters()][::-1]
+
+    first, second, late = join_as(2, 3, NEW, make_model, reverse)
+    assert first == second == (0, 1)
+    assert "optimizer 0 is SGD of groups of" in late
+
+
+def test_who_joins_a_process_with_several_gossips_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It cannot know which one its first decentralize() stands for."""
+    store = HashStore()
+    for serial in (1, 2):
+        store.set(f"gossamer/{serial}/members/current", "[0, [0, 1]]")
+    store.add("gossamer/opened/1", 2)
+    monkeypatch.setenv(JOINS, RETURNED)
+    with pytest.raises(UserError, match="opens one gossip, got one that has opened 2"):
+        late.board_of(ProcessGroup(store, 1, 2), LIMIT, survives=True)
+
+
+def test_workers_that_could_not_begin_begin_when_all_come_back() -> None:
+    """The second time they are given the same; nobody waits for others that never began."""
+
+    def body(group: ProcessGroup) -> tuple[int, ...]:
+        model = make_model()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        options: dict[str, Any] = {"process_group": group, "on_failure": "continue"}
+        with pytest.raises(UserError, match="gossip_steps is 1 on rank 0 and 2 on rank 1"):
+            decentralize(
+                model, optimizer, algorithm="atc", gossip_steps=1 + group.rank(), **options
+            )
+        os.environ[JOINS] = RETURNED
+        gossip = decentralize(model, optimizer, timeout=LIMIT, **options)
+        gossip.close()
+        return gossip.members
+
+    try:
+        assert run_ranks(2, body) == [(0, 1)] * 2
+    finally:
+        os.environ.pop(JOINS, None)
 
 
 # - Asking for membership
@@ -471,6 +521,15 @@ def test_a_scheduler_follows_by_as_many_steps(
     assert ours["param_groups"] == theirs["param_groups"]
     for tensor, given in zip(all_of(other, late), all_of(model, optimizer), strict=True):
         assert torch.equal(tensor, given)
+
+
+def test_without_a_scheduler_the_rate_is_the_donor_s() -> None:
+    """A rate that a loop has set is training's, too."""
+    model, other = make_model(), make_model()
+    given, taken = SGD(model.parameters(), lr=0.1), SGD(other.parameters(), lr=0.1)
+    given.param_groups[0]["lr"] = 0.025
+    Donation(other, [taken]).load(Donation(model, [given]).pack())
+    assert taken.param_groups[0]["lr"] == 0.025
 
 
 def test_a_donor_that_cannot_give_goes_on() -> None:

@@ -29,6 +29,7 @@ from gossamer.gossip.handshake import (
     declining_on_error,
     facts_about,
     facts_about_bits,
+    facts_about_optimizers,
     facts_about_shards,
     rounds_digest,
     shake_hands,
@@ -181,6 +182,7 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
             "on_failure": on_failure,
             "the number of optimizers": str(len(optimizers)),
             "the number of ranks within a node": str(node.size),
+            **facts_about_optimizers(model, optimizers),
             **facts_about(model),
         }
     # - Compare with all ranks; first within the node, for who differs there must tell all nodes

@@ -284,7 +284,7 @@ class Membership:
             raise ExchangeError(
                 f"a member must answer in time, and the others went on without worker "
                 f"{self.member} at step {decision.step}: {why}; end this process, and start it "
-                "anew to let it join (`gossamer launch --restarts`). Where workers compute longer, "
+                "anew to let it join (`gossamer launch` does). Where workers compute longer, "
                 "allow a longer timeout",
                 self.member,
             )
