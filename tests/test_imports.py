@@ -30,7 +30,7 @@ EDGES: dict[str, str] = {
     "files": "errors",
     "fork_server": "lifeline",
     "frameworks": "errors extras gossip",
-    "gossip": "algorithms consensus errors files launched nonfinite normalization optim topology "
+    "gossip": "algorithms consensus errors files launched nonfinite normalization optim seeds topology "
     "wire",
     "lab": "errors rates",
     "launch": "errors launched lifeline",
