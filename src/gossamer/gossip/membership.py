@@ -352,8 +352,8 @@ class Membership:
     def _check_progress(self, decision: Decision) -> None:
         """Raise where epoch after epoch ends as it began; all members see the same decisions."""
         before, self._last = self._last, decision
-        repeats = before is not None and before.members == decision.members
-        repeats = repeats and before is not None and before.step == decision.step
+        ended_at = None if before is None else (before.members, before.step)
+        repeats = ended_at == (decision.members, decision.step)
         self._num_in_vain = self._num_in_vain + 1 if repeats else 0
         if self._num_in_vain >= _MOST_IN_VAIN:
             raise ExchangeError(
@@ -443,12 +443,12 @@ class Membership:
     def _ask(self, question: Callable[[], _Answer]) -> _Answer:
         """Return the store's answer; on a thread, because one that is cut off never gives any."""
         answers: list[_Answer] = []
-        errors: list[RuntimeError] = []
+        errors: list[Exception] = []
 
         def run() -> None:
             try:
                 answers.append(question())
-            except RuntimeError as error:
+            except Exception as error:  # this thread has nobody to tell
                 errors.append(error)
 
         thread = threading.Thread(target=run, name="gossamer-ask", daemon=True)
@@ -456,6 +456,8 @@ class Membership:
         thread.join(self._answer_s)
         if answers:
             return answers[0]
+        if errors and not isinstance(errors[0], RuntimeError):  # not of the store
+            raise errors[0]
         said = f": {errors[0]}" if errors else f" within {self._answer_s:g} s"
         raise ExchangeError(
             f"members must reach the store to agree on who goes on, and worker {self.member} got "
