@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -393,6 +395,34 @@ def test_what_is_no_error_of_the_store_is_raised_as_it_is() -> None:
     zero._store.set("0/log", "not JSON")
     with pytest.raises(json.JSONDecodeError):
         zero.agree()
+
+
+def test_of_two_with_one_number_one_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other is told so; one that has given up is not let in at all."""
+    (zero,) = memberships(1)
+    askers = [Membership(zero._all, 2, (), LIMIT) for _ in range(2)]
+    gives_up = Membership(zero._all, 3, (), LIMIT)
+    monkeypatch.setattr(gives_up, "_check_answer", Mock(side_effect=ExchangeError("gives up")))
+
+    def ask(asker: Membership) -> str:
+        try:
+            return str(asker.join(replace(ASKS, member=asker.member)).members)
+        except ExchangeError as error:
+            return str(error)
+
+    def decide() -> str:
+        with pytest.raises(ExchangeError, match="gives up"):
+            gives_up.join(replace(ASKS, member=3))
+        gives_up.leave("could not join", alarm=True)
+        while sum("here" in line for line in zero._lines("0/asked")) < 3:
+            time.sleep(0.01)
+        zero.arrive(Arrival(member=0, step=5, why="", call=STEP))
+        return str(zero.agree().members)
+
+    bodies = [decide, *(partial(ask, asker) for asker in askers)]
+    first, *rest = run_ranks(3, lambda group: bodies[group.rank()]())
+    assert first == min(rest) == "(0, 2)"
+    assert "worker 2 is a member already" in max(rest)
 
 
 def test_one_that_joins_decides_nothing_for_those_who_have_parameters() -> None:

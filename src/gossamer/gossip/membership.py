@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import threading
 import time
 from collections import Counter
@@ -98,6 +99,9 @@ class Arrival:
     joins: bool = False
     """Whether it has nothing to go on from yet, and needs a donor."""
 
+    token: str = ""
+    """What tells one that joins from another with its number."""
+
     came_later: bool = False
     """Whether it joined others that trained already."""
 
@@ -137,6 +141,9 @@ class Decision:
     donors: Mapping[int, int] = field(default_factory=dict[int, int])
     """For each member that joins, the one that it gets everything from."""
 
+    tokens: Mapping[int, str] = field(default_factory=dict[int, str])
+    """For each of these, that of the worker which is let in."""
+
     entry: int = 0
     """The step that they begin with."""
 
@@ -172,6 +179,8 @@ class Membership:
         self._arrival: Arrival | None = None
         self._last: Decision | None = None
         self._num_in_vain = self._num_refused = 0
+        self._token = secrets.token_hex(8)
+        self._asks = False
         if self.members:
             self._ask(lambda: self._store.compare_set(CURRENT, "", _current(0, self.members)))
         self._watcher = threading.Thread(target=self._watch, name="gossamer-members", daemon=True)
@@ -295,6 +304,7 @@ class Membership:
     def _enter(self, decision: Decision) -> None:
         # Until there are connections to break off, nobody is to be told of an alarm.
         self._on_alarm = lambda reason: None
+        self._asks = False
         before, after = (self.epoch, self.members), (self.epoch + 1, decision.members)
         self._ask(lambda: self._store.compare_set(CURRENT, _current(*before), _current(*after)))
         self.epoch, self.members = after
@@ -309,6 +319,7 @@ class Membership:
         """
         deadline = time.monotonic() + 2 * self._timeout_s + _SEEN_S
         pause_s = _FIRST_PAUSE_S
+        arrival, self._asks = replace(arrival, token=self._token), True
         self.members = ()  # of the epoch that it asks in it is none, even where one has its number
         while True:
             self.epoch, members = self._ask(self._now)
@@ -323,7 +334,7 @@ class Membership:
             decision = self._ask(self._decision)
             if decision is None or now > epoch + 1:
                 continue  # it was past when this worker asked
-            if self.member in decision.donors:
+            if decision.tokens.get(self.member) == arrival.token:
                 self._enter(decision)
                 return decision
             if self.member in decision.members:
@@ -387,7 +398,12 @@ class Membership:
             alarm: whether they wait for it, and must be told at once.
         """
         self._ended.set()
-        if self.member not in self.members:  # others have not waited for it
+        if self._asks:  # others have not waited for it
+            line = _line(withdraws=[self.member, self._token])
+            with contextlib.suppress(RuntimeError):
+                self._ask(lambda: self._store.append(self._key("asked"), line))
+            return
+        if self.member not in self.members:
             return
         with contextlib.suppress(RuntimeError):
             self._ask(
@@ -425,7 +441,7 @@ class Membership:
             return None
         said: dict[str, Any] = json.loads(self._store.get(key))
         said["members"] = tuple(said["members"])  # a list in JSON, whose keys are strings
-        for field_name in ("gone", "donors"):
+        for field_name in ("gone", "donors", "tokens"):
             said[field_name] = {int(member): of for member, of in said[field_name].items()}
         return Decision(**said)
 
@@ -556,11 +572,15 @@ def _propose(
         stuck = [arrival.member for arrival in here if arrival.joins]
         gone |= dict.fromkeys(stuck, "it was let in, and could not connect with all others")
         here = [arrival for arrival in here if not arrival.joins] or here
-    joining = {arrival.member for arrival in (*_arrivals(asked).values(), *here) if arrival.joins}
+    joining = {
+        arrival.member: arrival.token
+        for arrival in (*_arrivals(asked).values(), *here)
+        if arrival.joins
+    }
     here = [arrival for arrival in here if not arrival.joins]
     if not here:
         return Decision(members=(), step=0, calls_done=0, error=_NOTHING_LEFT)
-    joining -= {arrival.member for arrival in here}
+    present = {arrival.member for arrival in here}
     error = ""
     # The first to arrive saw what happened first: others see that it let go of its connections.
     if len(here) == len(members) and next(iter(arrivals.values())).timed_out:
@@ -572,13 +592,18 @@ def _propose(
             gone[unreachable] = "another member cannot connect with it, though both are there"
             here = [arrival for arrival in here if arrival.member != unreachable]
     entry = _entry(here)
-    donors = {} if entry is None else {member: _donor(here, member) for member in sorted(joining)}
+    donors = (
+        {}
+        if entry is None
+        else {member: _donor(here, member) for member in sorted(joining.keys() - present)}
+    )
     return Decision(
         members=tuple(sorted([*donors, *(arrival.member for arrival in here)])),
         step=max(arrival.step for arrival in here),
         calls_done=min(arrival.calls_done for arrival in here),
         gone={member: why for member, why in gone.items() if member in members},
         donors=donors,
+        tokens={member: joining[member] for member in donors},
         entry=entry or 0,
         error=error,
     )
@@ -616,6 +641,10 @@ def _donor(here: Sequence[Arrival], joiner: int) -> int:
 def _arrivals(log: Sequence[Mapping[str, Any]]) -> dict[int, Arrival]:
     found: dict[int, Arrival] = {}
     for line in log:
+        if "withdraws" in line:
+            member, token = line["withdraws"]
+            if member in found and found[member].token == token:
+                del found[member]
         if "here" in line:
             said: dict[str, Any] = line["here"]
             said |= {name: tuple(said[name]) for name in ("closed", "waited_for")}  # lists in JSON
