@@ -87,6 +87,8 @@ def launch(
         )
     if restarts < 0:
         raise UserError(f"restarts must be 0 or more, got {restarts}; 0 starts each worker once")
+    if over_min < 0:
+        raise UserError(f"minutes to come to an end must be 0 or more, got {over_min:g}")
     if place.joins and place.first == 0:
         raise UserError(
             "workers that join must have numbers that nobody has, got --join from rank 0 on, which "

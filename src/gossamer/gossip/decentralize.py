@@ -182,8 +182,8 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
             "on_failure": on_failure,
             "the number of optimizers": str(len(optimizers)),
             "the number of ranks within a node": str(node.size),
-            **facts_about_optimizers(model, optimizers),
             **facts_about(model),
+            **facts_about_optimizers(model, optimizers),
         }
     # - Compare with all ranks; first within the node, for who differs there must tell all nodes
     with declining_on_error(*others):
