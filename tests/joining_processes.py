@@ -44,16 +44,17 @@ def kill_donor(folder: Path, worker: int) -> None:
     """Let the first worker that gives end when it has given a part."""
     whole = Network.send
 
-    def send(network: Network, data: bytes, receiver: int) -> None:
+    def send(network: Network, data: bytes, receiver: int, each_part: Callable[[], object]) -> None:
         try:
             (folder / "killed").open("x").write(str(worker))
         except FileExistsError:
-            whole(network, data, receiver)
+            whole(network, data, receiver, each_part)
             return
         lane = network._open_lane(network.rank, receiver)
         header = torch.zeros(40, dtype=torch.uint8)
         header[2] = 1  # 65,536 bytes follow, and never come
         lane.send([header], 1, 1 << 29).wait()
+        each_part()
         kill()
 
     setattr(Network, "send", send)  # noqa: B010
@@ -62,7 +63,7 @@ def kill_donor(folder: Path, worker: int) -> None:
 def kill_joiner(folder: Path, worker: int) -> None:
     """Let the worker that comes back end before it gets what it joins with."""
 
-    def receive(network: Network, sender: int) -> bytes:
+    def receive(network: Network, sender: int, each_part: Callable[[], object]) -> bytes:
         (folder / "killed").write_text(str(worker))
         kill()
         return b""

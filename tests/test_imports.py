@@ -30,8 +30,8 @@ EDGES: dict[str, str] = {
     "files": "errors",
     "fork_server": "lifeline",
     "frameworks": "errors extras gossip",
-    "gossip": "algorithms consensus errors files launched nonfinite normalization optim topology "
-    "wire",
+    "gossip": "algorithms consensus errors files launched nonfinite normalization optim seeds "
+    "topology wire",
     "lab": "errors rates",
     "launch": "errors launched lifeline",
     "launched": "",

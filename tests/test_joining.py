@@ -8,10 +8,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,9 +23,10 @@ from torch.optim import SGD, Adam, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from gossamer.errors import UserError
-from gossamer.gossip import Checkpoints, ExchangeError, Gossip, decentralize
+from gossamer.gossip import Checkpoints, ExchangeError, Gossip, decentralize, late
 from gossamer.gossip.donation import Donation
 from gossamer.gossip.membership import STEP, Arrival, Decision, Membership
+from gossamer.gossip.network import Network
 from gossamer.launched import JOINS, NEW, RETURNED
 from tests.ranks import run_ranks
 from tests.reference import loss_of, make_model
@@ -136,9 +139,7 @@ def asking() -> Callable[[Gossip], object]:
         ({"topology": "ring"}, None),
         ({"topology": "complete", "algorithm": "atc"}, None),
         ({"topology": "one_peer_exponential", "algorithm": "push_sum"}, None),
-        ({"topology": "ring", "algorithm": "gradient_tracking"}, None),
         ({"topology": "ring", "control": "constant(c=0.5)", "norms_every": 1}, None),
-        ({"topology": "random_matching", "every": 3}, None),
         ({"topology": "ring"}, average_often),
         ({"topology": "ring"}, asking()),
     ],
@@ -194,7 +195,11 @@ def test_nothing_in_the_store_grows_with_epochs() -> None:
 
 
 def join_as(
-    worker: int, num_workers: int, how: str, make: Callable[[], nn.Module]
+    worker: int,
+    num_workers: int,
+    how: str,
+    make: Callable[[], nn.Module],
+    trained: Callable[[nn.Module], Iterable[nn.Parameter]] = nn.Module.parameters,
 ) -> list[tuple[int, ...] | str]:
     """Let a worker join two others that train; return the members that each ends with."""
     until: list[int] = []
@@ -208,7 +213,7 @@ def join_as(
             time.sleep(0.1)
             os.environ[JOINS] = how
         model = make() if is_late else make_model()
-        optimizer = SGD(model.parameters(), lr=0.1)
+        optimizer = SGD(trained(model) if is_late else model.parameters(), lr=0.1)
         try:
             gossip = decentralize(
                 model, optimizer, "ring", process_group=group, on_failure="continue", timeout=LIMIT
@@ -218,6 +223,8 @@ def join_as(
             return str(error)
         if is_late:
             assert Checkpoints("/nowhere", gossip, model=model).restore()
+            with pytest.raises(UserError, match=r"straight to its loop, got averaged\(\) before"):
+                gossip.averaged().__enter__()
             until.append(gossip.num_steps + 5)
         while not until or gossip.num_steps < until[0]:
             optimizer.zero_grad()
@@ -231,7 +238,10 @@ def join_as(
 
 
 def test_a_worker_may_be_one_more_than_there_were() -> None:
-    """A number that nobody had at the start; restore() in its script asks the others nothing."""
+    """A number that nobody had at the start; restore() in its script asks the others nothing.
+
+    Other collective calls before its first step are refused there, and harm nobody.
+    """
     assert join_as(2, 3, NEW, make_model) == [(0, 1, 2)] * 3
 
 
@@ -251,6 +261,52 @@ def test_a_worker_s_number_can_be_taken_once() -> None:
     first, second, late = join_as(1, 2, RETURNED, make_model)
     assert first == second == (0, 1)
     assert "a worker joins once, and worker 1 is a member already, of (0, 1)" in late
+
+
+def test_optimizers_are_compared_before_a_worker_asks() -> None:
+    """Momenta of one order are not those of another: it is told before it gets any."""
+
+    def reverse(model: nn.Module) -> list[nn.Parameter]:
+        return [*model.parameters()][::-1]
+
+    first, second, late = join_as(2, 3, NEW, make_model, reverse)
+    assert first == second == (0, 1)
+    assert "optimizer 0 is SGD of groups of" in late
+
+
+def test_who_joins_a_process_with_several_gossips_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It cannot know which one its first decentralize() stands for."""
+    store = HashStore()
+    for serial in (1, 2):
+        store.set(f"gossamer/{serial}/members/current", "[0, [0, 1]]")
+    store.add("gossamer/opened/1", 2)
+    monkeypatch.setenv(JOINS, RETURNED)
+    with pytest.raises(UserError, match="opens one gossip, got one that has opened 2"):
+        late.board_of(ProcessGroup(store, 1, 2), LIMIT, survives=True)
+
+
+def test_workers_that_could_not_begin_begin_when_all_come_back() -> None:
+    """The second time they are given the same; nobody waits for others that never began."""
+
+    def body(group: ProcessGroup) -> tuple[int, ...]:
+        model = make_model()
+        optimizer = SGD(model.parameters(), lr=0.1)
+        options: dict[str, Any] = {"process_group": group, "on_failure": "continue"}
+        with pytest.raises(UserError, match="gossip_steps is 1 on rank 0 and 2 on rank 1"):
+            decentralize(
+                model, optimizer, algorithm="atc", gossip_steps=1 + group.rank(), **options
+            )
+        os.environ[JOINS] = RETURNED
+        gossip = decentralize(model, optimizer, timeout=LIMIT, **options)
+        gossip.close()
+        return gossip.members
+
+    try:
+        assert run_ranks(2, body) == [(0, 1)] * 2
+    finally:
+        os.environ.pop(JOINS, None)
 
 
 # - Asking for membership
@@ -273,6 +329,130 @@ def test_a_worker_that_nobody_lets_in_says_why(monkeypatch: pytest.MonkeyPatch) 
         member.leave("ended its gossip", alarm=False)
     with pytest.raises(ExchangeError, match=r"\(0, 1\), and they have ended: worker 0 ended its"):
         Membership(store, 2, (), limit).join(ASKS)
+
+
+def test_a_worker_that_asks_where_training_has_failed_is_told_so_once() -> None:
+    """Though its number is a member's; and it asked once."""
+    store = HashStore()
+    limit = timedelta(seconds=5)
+    zero = Membership(store, 0, range(1), limit)
+    zero._decide(Decision(members=(0,), step=0, calls_done=0, error="the program is wrong"))
+    for number in (0, 2):
+        other = Membership(store, number, (), limit)
+        with pytest.raises(ExchangeError, match="they have ended: the program is wrong"):
+            other.join(replace(ASKS, member=number))
+    assert len(zero._lines("0/asked")) == 2
+
+
+def test_a_worker_that_gives_up_asking_says_nothing_of_a_member(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Though it asked with the number of one: that one goes on."""
+    monkeypatch.setattr("gossamer.gossip.membership._SEEN_S", 0.1)
+    zero, _ = memberships(2)
+    impostor = Membership(zero._all, 1, (), timedelta(seconds=0.3))
+    with pytest.raises(ExchangeError, match="none of them has seen that"):
+        impostor.join(replace(ASKS, member=1))
+    impostor.leave("could not join", alarm=True)
+    assert zero._lines("0/left") == zero._lines("0/log") == []
+
+
+def test_a_worker_that_reaches_the_store_alone_ends_nothing() -> None:
+    """It was let in and cannot connect: the others go on without it, and it may ask four times."""
+    zero, one, two = memberships(3, timeout_s=5)
+    failed: dict[str, Any] = {"why": "", "opened": False, "timed_out": True}
+    asked: list[Arrival] = []
+
+    def refuse(arrival: Arrival) -> Decision:
+        asked.append(arrival)
+        raise ExchangeError("asks again")
+
+    two.join = refuse
+    arrivals = {
+        zero: Arrival(member=0, step=5, call=STEP, waited_for=(2,), **failed),
+        one: Arrival(member=1, step=5, call=STEP, waited_for=(2,), **failed),
+        two: Arrival(member=2, step=0, joins=True, waited_for=(0,), **failed),
+    }
+    *decisions, late = agree(arrivals)
+    for decision in decisions:
+        assert isinstance(decision, Decision)
+        assert (decision.members, decision.donors, decision.error) == ((0, 1), {}, "")
+        assert "could not connect" in decision.gone[2]
+    assert str(late) == "asks again"
+    for _ in range(2):
+        with pytest.raises(ExchangeError, match="asks again"):
+            two.agree()
+    with pytest.raises(ExchangeError, match="worker 2 was let in 4 times"):
+        two.agree()
+    assert len(asked) == 3
+
+
+def test_what_is_no_error_of_the_store_is_raised_as_it_is() -> None:
+    """A line that is no JSON: nobody is told to look for a network that is cut."""
+    (zero,) = memberships(1)
+    zero._store.set("0/log", "not JSON")
+    with pytest.raises(json.JSONDecodeError):
+        zero.agree()
+
+
+def test_of_two_with_one_number_one_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other is told so; one that has given up is not let in at all."""
+    (zero,) = memberships(1)
+    askers = [Membership(zero._all, 2, (), LIMIT) for _ in range(2)]
+    gives_up = Membership(zero._all, 3, (), LIMIT)
+    monkeypatch.setattr(gives_up, "_check_answer", Mock(side_effect=ExchangeError("gives up")))
+
+    def ask(asker: Membership) -> str:
+        try:
+            return str(asker.join(replace(ASKS, member=asker.member)).members)
+        except ExchangeError as error:
+            return str(error)
+
+    def decide() -> str:
+        with pytest.raises(ExchangeError, match="gives up"):
+            gives_up.join(replace(ASKS, member=3))
+        gives_up.leave("could not join", alarm=True)
+        while sum("here" in line for line in zero._lines("0/asked")) < 3:
+            time.sleep(0.01)
+        zero.arrive(Arrival(member=0, step=5, why="", call=STEP))
+        return str(zero.agree().members)
+
+    bodies = [decide, *(partial(ask, asker) for asker in askers)]
+    first, *rest = run_ranks(3, lambda group: bodies[group.rank()]())
+    assert first == min(rest) == "(0, 2)"
+    assert "worker 2 is a member already" in max(rest)
+
+
+def test_one_that_joins_decides_nothing_for_those_who_have_parameters() -> None:
+    """It takes slow members for lost and raises; these go on without it when they come."""
+    zero, one = memberships(2, timeout_s=0.4)
+    one.arrive(replace(ASKS, member=1, opened=False, closed=(0,)))
+    with pytest.raises(ExchangeError, match="of those who had any nobody is left"):
+        one.agree()
+    one.leave("could not join", alarm=True)
+    zero.announce(0)
+    zero.arrive(Arrival(member=0, step=5, why="", call=STEP, opened=False, timed_out=True))
+    assert zero.agree().members == (0,)
+
+
+def test_what_takes_longer_than_the_timeout_is_handed_over_in_parts(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each part may take as long as a message; the others wait for all, and nobody is lost."""
+    monkeypatch.setattr("tests.test_joining.LIMIT", timedelta(seconds=1.5))
+    monkeypatch.setattr("gossamer.gossip.network._PART_BYTES", 64)
+    num_sent: list[int] = []
+    wait = Network._wait
+
+    def wait_slowly(network: Network, *args: Any) -> None:
+        num_sent.append(network.rank)
+        time.sleep(0.1)
+        wait(network, *args)
+
+    monkeypatch.setattr(Network, "_wait", wait_slowly)
+    assert join_as(2, 3, NEW, make_model) == [(0, 1, 2)] * 3
+    assert num_sent.count(2) > 16  # at 0.1 s each
+    assert "nobody is gone" not in caplog.text  # no epoch ended in vain
 
 
 @pytest.mark.parametrize(
@@ -303,8 +483,28 @@ def test_a_worker_begins_where_it_makes_the_same_calls(
         assert (9 in decision.members) == (entry is not None)
         assert decision.entry == (entry or 0)
         donor = max(arrivals, key=lambda arrival: arrival["step"])
+        if entry is not None:
+            assert said[members[decision.donors[9]]].call in ("", STEP)
         assert decision.donors == ({} if entry is None else {9: decision.donors[9]})
         assert entry is None or said[members[decision.donors[9]]].step == donor["step"]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_worker_that_came_later_and_makes_other_calls_is_alone_in_that(late: int) -> None:
+    """Its loop counts from its own beginning, say: the others go on, and it is told why."""
+    said: dict[str, Any] = {"why": "", "timed_out": True}
+    arrivals = [
+        Arrival(member=0, step=5, call="averaged()", **said),
+        Arrival(member=1, step=6, call=STEP, **said),
+    ]
+    arrivals[late] = replace(arrivals[late], came_later=True)
+    results = agree(dict(zip(memberships(2), arrivals, strict=True)))
+    other = results[1 - late]
+    assert isinstance(other, Decision)
+    assert (other.members, other.error) == ((1 - late,), "")
+    assert "it joined, and does otherwise than they: all workers must make the same" in str(
+        results[late]
+    )
 
 
 def test_one_that_was_stalled_for_long_is_out_whatever_it_finds() -> None:
@@ -355,6 +555,15 @@ def test_a_scheduler_follows_by_as_many_steps(
     assert ours["param_groups"] == theirs["param_groups"]
     for tensor, given in zip(all_of(other, late), all_of(model, optimizer), strict=True):
         assert torch.equal(tensor, given)
+
+
+def test_without_a_scheduler_the_rate_is_the_donor_s() -> None:
+    """A rate that a loop has set is training's, too."""
+    model, other = make_model(), make_model()
+    given, taken = SGD(model.parameters(), lr=0.1), SGD(other.parameters(), lr=0.1)
+    given.param_groups[0]["lr"] = 0.025
+    Donation(other, [taken]).load(Donation(model, [given]).pack())
+    assert taken.param_groups[0]["lr"] == 0.025
 
 
 def test_a_donor_that_cannot_give_goes_on() -> None:

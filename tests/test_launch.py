@@ -106,12 +106,47 @@ def test_a_worker_is_started_anew_a_few_times_and_is_told_so(
     assert [line.partition("it comes back in ")[2][:5] for line in said] == ["0.1 s", "0.2 s", ""]
 
 
+def test_a_worker_that_stands_still_is_ended_after_the_others() -> None:
+    """It would keep the job for ever; the exit code is that of success."""
+    said: list[str] = []
+    command = ["sh", "-c", 'test "$RANK" = 0 || exec sleep 60']
+    assert launch(command, Place(2), said.append, over_min=0.005) == 0
+    assert said == ["worker 1 is ended: others came to their end 0 s ago"]
+
+
+def test_a_worker_that_has_run_for_long_is_started_anew_as_often_as_at_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each end is a fault of its own, and waits as short as the first."""
+    monkeypatch.setattr("gossamer.launch._FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr("gossamer.launch._STEADY_S", 0.0)
+    log = tmp_path / "log"
+    ends = f'echo >> {log}; test "$(wc -l < {log})" = 4'  # in order the fourth time
+    code, said = run_here(f'test "$RANK" = 0 && sleep 1.5 || {{ {ends}; }}', restarts=1)
+    assert code == 0
+    assert len(said) == 3
+    assert all("it comes back in 0.05 s, and 0 more" in line for line in said)
+
+
+def test_a_new_worker_that_is_started_anew_is_new_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It did not begin with the others, so it must not look for what it began."""
+    monkeypatch.setattr("gossamer.launch._FIRST_PAUSE_S", 0.05)
+    log = tmp_path / "log"
+    command = ["sh", "-c", f'echo "$GOSSAMER_JOIN" >> {log}; exit 3']
+    place = Place(1, first=2, store="127.0.0.1:1", joins=True)
+    assert launch(command, place, restarts=1) == 1
+    assert log.read_text() == "new\nnew\n"
+
+
 @pytest.mark.parametrize(
     ("place", "words"),
     [
         (Place(0), "must be some of all, got 0 from rank 0 on of 0"),
         (Place(2, first=3, total=4), "must be some of all, got 2 from rank 3 on of 4"),
         (Place(2, total=4), "supervisors of several nodes need one store, got ''"),
+        (Place(2, store="node0:1", joins=True), "numbers that nobody has, got --join from rank 0"),
         (Place(2, store="node0"), "need one store, got 'node0'; give --store host:port"),
     ],
 )

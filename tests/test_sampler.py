@@ -48,6 +48,13 @@ def test_each_sample_comes_once_before_any_comes_again(num_workers: int, batch_s
     assert order[:num_samples] != order[num_samples : 2 * num_samples]
 
 
+def test_no_seed_s_order_is_another_s_later() -> None:
+    """The second pass with one seed is not the first with the next."""
+    first, second = (gossamer.MemberSampler(Member(0, 1), 60, 60, seed=seed) for seed in (0, 1))
+    orders = [each.batch(step) for each in (first, second) for step in range(3)]
+    assert len({*map(tuple, orders)}) == len(orders)
+
+
 @pytest.mark.parametrize("late", [0, 2])
 def test_a_death_costs_samples_of_the_steps_that_were_under_way(late: int) -> None:
     """One share where all were in one step; of no other step where one was behind others."""

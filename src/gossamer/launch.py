@@ -31,6 +31,12 @@ is not, and should be seen soon."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 """Before a worker is started anew; twice as long every time."""
 
+_STEADY_S = 600.0
+"""A worker that has run for so long has got over what it was started anew for."""
+
+OVER_MIN = 30.0
+"""How long workers have after the first ended in order: one that stands still would keep all."""
+
 _NOT_STARTED = -1
 
 
@@ -59,6 +65,7 @@ def launch(
     say: Callable[[str], object] = lambda line: None,
     *,
     restarts: int = RESTARTS,
+    over_min: float = OVER_MIN,
 ) -> int:
     """Run a command once per worker until all have ended; return 0 where any ended in order.
 
@@ -68,7 +75,8 @@ def launch(
         command: the program and its arguments.
         place: how many, and where among others.
         say: told about each worker that ends otherwise.
-        restarts: how often each worker is started anew, at most.
+        restarts: how often each worker is started anew, at most, or until it has run for long.
+        over_min: minutes that the others have when one has ended in order; then they are ended.
     """
     total = place.total or place.num_workers + (place.first if place.joins else 0)
     if place.num_workers < 1 or place.first < 0 or place.first + place.num_workers > total:
@@ -79,6 +87,13 @@ def launch(
         )
     if restarts < 0:
         raise UserError(f"restarts must be 0 or more, got {restarts}; 0 starts each worker once")
+    if over_min < 0:
+        raise UserError(f"minutes to come to an end must be 0 or more, got {over_min:g}")
+    if place.joins and place.first == 0:
+        raise UserError(
+            "workers that join must have numbers that nobody has, got --join from rank 0 on, which "
+            "began the job; give --first, such as the number of workers that there are"
+        )
     alone = total == place.num_workers and not place.joins
     host, _, port = (place.store or "127.0.0.1:0").rpartition(":")
     if not host or not port.isdecimal() or (not place.store and not alone):
@@ -98,13 +113,13 @@ def launch(
             "TORCHELASTIC_RESTART_COUNT": "0",
         }
         workers = [
-            _Worker(command, environment, place.first + local, local, restarts)
+            _Worker(command, environment, place.first + local, local, restarts, joins=place.joins)
             for local in range(place.num_workers)
         ]
         try:
             for worker in workers:
-                worker.start(NEW if place.joins else "")
-            return _follow(workers, say, alone=alone)
+                worker.start()
+            return _follow(workers, say, over_s=60 * over_min, alone=alone)
         finally:
             _end(workers)
 
@@ -119,6 +134,7 @@ class _Worker:
         rank: among all workers.
         local_rank: among those here.
         restarts: how often it is started anew, at most.
+        joins: whether others have begun before it was started first.
     """
 
     def __init__(
@@ -128,9 +144,11 @@ class _Worker:
         rank: int,
         local_rank: int,
         restarts: int,
+        *,
+        joins: bool,
     ) -> None:
         self.rank = rank
-        self.restarts_left = restarts
+        self.restarts_left = self._restarts = restarts
         self.process: subprocess.Popen[bytes] | None = None
         self.starts_at = 0.0
         """When it is started anew, where it has no process."""
@@ -139,18 +157,28 @@ class _Worker:
         self._command = command
         self._environment = {**environment, "RANK": str(rank), "LOCAL_RANK": str(local_rank)}
         self._pause_s = _FIRST_PAUSE_S
+        self._started_at = 0.0
+        # One that was new opened nothing with others, so it is new again when it comes back.
+        self._joins, self._returns = (NEW, NEW) if joins else ("", RETURNED)
 
-    def start(self, joins: str) -> None:
+    def start(self) -> None:
         """Start its process; one that joins others is told so."""
         environment = {**self._environment}
-        if joins:
+        if self._joins:
             # The group of init_process_group() must not wait for those who began long ago.
-            environment |= {JOINS: joins, "TORCH_GLOO_LAZY_INIT": "1"}
+            environment |= {JOINS: self._joins, "TORCH_GLOO_LAZY_INIT": "1"}
+        self._joins = self._returns
+        self._started_at = time.monotonic()
         self.process = subprocess.Popen(
             self._command,
             env=environment,
             preexec_fn=partial(end_with_parent, signal.SIGTERM),  # even where this is killed
         )
+
+    def note_end(self) -> None:
+        """Let it be started anew as often as at first, where it has run for long."""
+        if time.monotonic() - self._started_at > _STEADY_S:
+            self.restarts_left, self._pause_s = self._restarts, _FIRST_PAUSE_S
 
     def plan_restart(self) -> float:
         """Let it be started anew after a while, which is longer every time; return how long."""
@@ -175,18 +203,29 @@ def _store(host: str, port: int, *, holds: bool) -> Generator[int]:
         del store
 
 
-def _follow(workers: Sequence[_Worker], say: Callable[[str], object], *, alone: bool) -> int:
+def _follow(
+    workers: Sequence[_Worker], say: Callable[[str], object], *, over_s: float, alone: bool
+) -> int:
     """Wait for all workers, and start those anew that end before training does.
 
     Args:
         workers: of this supervisor.
         say: told about each that ends.
+        over_s: how long the others have when one has ended in order.
         alone: whether there are no others, so that nobody can join where all of these have ended.
     """
-    while any(worker.code is None for worker in workers):
-        for worker in workers:
-            if worker.code is None:
-                _look_after(worker, workers, say, alone=alone)
+    over_since = None
+    while running := [worker for worker in workers if worker.code is None]:
+        for worker in running:
+            _look_after(worker, workers, say, alone=alone)
+        if over_since is None and any(worker.code == 0 for worker in workers):
+            over_since = time.monotonic()
+        if over_since is not None and time.monotonic() - over_since > over_s:
+            left = [worker for worker in running if worker.code is None]
+            _end(left)
+            for worker in left:
+                worker.code = _NOT_STARTED
+                say(f"worker {worker.rank} is ended: others came to their end {over_s:.0f} s ago")
         time.sleep(_POLL_S)
     return 0 if any(worker.code == 0 for worker in workers) else 1
 
@@ -202,7 +241,7 @@ def _look_after(
             worker.code = _NOT_STARTED
             say(f"worker {worker.rank} is not started anew: {_over(is_over)}")
         elif time.monotonic() >= worker.starts_at:
-            worker.start(RETURNED)
+            worker.start()
         return
     code = worker.process.poll()
     if code is None:
@@ -210,6 +249,7 @@ def _look_after(
     if code == 0:
         worker.code = 0
         return
+    worker.note_end()
     going_on = sum(other.code is None and other.process is not None for other in others)
     ended = f"worker {worker.rank} ended with {_name(code)}; {going_on} others here go on"
     if not worker.restarts_left or is_over or nobody_left:

@@ -11,5 +11,17 @@ def worker_seed(seed: int, worker: int, step: int) -> int:
     A real run draws the same with ``torch.manual_seed(worker_seed(seed, rank, step))`` before its
     forward pass.
     """
-    digest = hashlib.blake2b(f"{seed}/{worker}/{step}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "big")
+    return _digest(f"{seed}/{worker}/{step}")
+
+
+def pass_seed(seed: int, number: int) -> int:
+    """Return the seed of the order of samples in one pass over them.
+
+    >>> pass_seed(0, 1) == pass_seed(1, 0)
+    False
+    """
+    return _digest(f"{seed}/{number}")
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")

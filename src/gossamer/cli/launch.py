@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 
 from gossamer.cli.terminal import say
-from gossamer.launch import RESTARTS, Place, launch
+from gossamer.launch import OVER_MIN, RESTARTS, Place, launch
 
 
 def launch_command(
@@ -21,6 +21,9 @@ def launch_command(
     restarts: Annotated[
         int, typer.Option(help="How often each worker is started anew.")
     ] = RESTARTS,
+    over: Annotated[
+        float, typer.Option(help="Minutes that others have when one has ended in order.")
+    ] = OVER_MIN,
     join: Annotated[bool, typer.Option("--join", help="New workers for a job that runs.")] = False,
 ) -> None:
     """Run workers that may end one by one, for on_failure="continue".
@@ -39,4 +42,5 @@ def launch_command(
 
     signal.signal(signal.SIGTERM, end)
     place = Place(workers, first, total, store, join)
-    raise typer.Exit(launch(command, place, lambda line: say(escape(line)), restarts=restarts))
+    code = launch(command, place, lambda line: say(escape(line)), restarts=restarts, over_min=over)
+    raise typer.Exit(code)

@@ -29,6 +29,7 @@ from gossamer.gossip.handshake import (
     declining_on_error,
     facts_about,
     facts_about_bits,
+    facts_about_optimizers,
     facts_about_shards,
     rounds_digest,
     shake_hands,
@@ -182,6 +183,7 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
             "the number of optimizers": str(len(optimizers)),
             "the number of ranks within a node": str(node.size),
             **facts_about(model),
+            **facts_about_optimizers(model, optimizers),
         }
     # - Compare with all ranks; first within the node, for who differs there must tell all nodes
     with declining_on_error(*others):
@@ -221,13 +223,13 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
         maker = EpochMaker(rules, trained, names, optimizers, packing, limit, node)
         donation = Donation(model, optimizers)
         epochs = Epochs(maker, replica, membership, board.store, donation, timeout)
-        first_step = 0
+        entry = None
         if network is None:
-            first_step = epochs.join().entry
+            entry = epochs.join().entry
         else:
             epochs.begin(maker.make(network, replica, schedule, members))
         guard = Guard(model, optimizers, trained)
         wrappers = WrapperWatch(trained, group)
-        step = Step(optimizers, chosen, epochs, guard, wrappers, first_step)
+        step = Step(optimizers, chosen, epochs, guard, wrappers, entry)
         model_state = ModelState(model, epochs.current.network.rank, epochs.current.network.size)
         return Gossip(Worker(replica, step, epochs, model_state, node))

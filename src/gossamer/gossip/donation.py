@@ -16,7 +16,8 @@ from gossamer.gossip import snapshot
 _log = logging.getLogger(__name__)
 
 _OWN = ("lr", "initial_lr")
-"""What a group of parameters keeps: a scheduler that starts with the worker counts from there."""
+"""What a group of parameters keeps under a scheduler, which counts from there. The second is only
+there where one has been made."""
 
 
 @final
@@ -70,8 +71,13 @@ class Donation:
 
 
 def _keep_rates(optimizer: Optimizer, theirs: Sequence[dict[str, Any]]) -> None:
-    """Give the groups that are to be loaded this optimizer's own learning rates."""
+    """Give the groups that are to be loaded this optimizer's own learning rates.
+
+    But where there is no scheduler: then the rate is what others have come to by other means.
+    """
     for ours, group in zip(optimizer.param_groups, theirs, strict=True):
+        if "initial_lr" not in ours and "initial_lr" not in group:
+            continue
         if float(ours["lr"]) != float(group["lr"]):
             _log.warning(
                 "this worker joins with the learning rate %g, and the one that it joins from has "

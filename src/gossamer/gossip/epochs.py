@@ -19,7 +19,7 @@ from gossamer.gossip.donation import Donation
 from gossamer.gossip.epoch import Epoch, EpochMaker
 from gossamer.gossip.failures import ExchangeError, FailureDetector
 from gossamer.gossip.membership import Arrival, Decision, Membership, clone
-from gossamer.gossip.network import Network
+from gossamer.gossip.network import Network, num_parts
 from gossamer.gossip.notices import NoticeBoard, describe
 from gossamer.gossip.replica import Replica
 from gossamer.gossip.telemetry import Telemetry
@@ -60,7 +60,7 @@ class Epochs:
         self._donation = donation
         self._timeout = timeout
         self._telemetry = Telemetry()
-        self._has_begun = False
+        self._has_begun = self._came_later = False
         self._dropped: list[Network] = []
 
     def begin(self, first: Epoch) -> None:
@@ -73,6 +73,7 @@ class Epochs:
     def join(self) -> Decision:
         """Become a member of an epoch that begins later, with all that a donor has."""
         assert self._membership is not None, "there is nobody to join"
+        self._came_later = True
         error = ExchangeError("this worker comes later", lost=True)
         try:
             return self._open_next(self._membership, error, None)
@@ -127,6 +128,7 @@ class Epochs:
             call=call,
             calls_done=self.calls_done,
             updated=updated,
+            came_later=self._came_later,
         )
         return self._open_next(membership, error, arrival)
 
@@ -198,14 +200,28 @@ class Epochs:
         )
 
     def _hand_over(self, decision: Decision, network: Network, member: int) -> None:
-        """Give those who join what they need, or get it."""
+        """Give those who join what they need, or get it, one after the other.
+
+        All members meet after every part, so that each of these may take as long as a message:
+        whoever trained on meanwhile would wait for all of them together.
+        """
         ranks = {each: rank for rank, each in enumerate(decision.members)}
         for joiner, donor in decision.donors.items():
+            what = f"worker {joiner} to get what it joins with"
+
+            def meet(value: int = 0, what: str = what) -> list[int]:
+                return network.collectives.begin_gather(value, what)()
+
+            data = self._donation.pack() if member == donor else b""
+            num_bytes = meet(len(data))[ranks[donor]]
             if member == donor:
-                network.send(self._donation.pack(), ranks[joiner])
+                network.send(data, ranks[joiner], meet)
             elif member == joiner:
-                self._donation.load(network.receive(ranks[donor]))
+                self._donation.load(network.receive(ranks[donor], meet))
                 self.calls_done = decision.calls_done
+            else:
+                for _ in range(num_parts(num_bytes)):
+                    meet()
 
     def _say(
         self, membership: Membership, decision: Decision, error: ExchangeError, took_s: float

@@ -10,12 +10,13 @@ import contextlib
 import hashlib
 import json
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from gossamer.errors import UserError
 from gossamer.gossip.failures import ExchangeError
@@ -51,6 +52,22 @@ def facts_about(model: nn.Module) -> dict[str, str]:
     # The same tensors in another order would land in other places of a bucket.
     facts["the order of tensors"] = hashlib.blake2b(str([*tensors]).encode()).hexdigest()[:8]
     return facts
+
+
+def facts_about_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, str]:
+    """Return what must be the same where one optimizer's state is to be another's."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+
+    def describe(optimizer: Optimizer) -> str:
+        groups = [
+            [names.get(id(each), "?") for each in group["params"]]
+            for group in optimizer.param_groups
+        ]
+        sizes = ", ".join(str(len(group)) for group in groups)
+        digest = hashlib.blake2b(str(groups).encode()).hexdigest()[:8]
+        return f"{type(optimizer).__name__} of groups of {sizes} parameters ({digest})"
+
+    return {f"optimizer {i}": describe(optimizer) for i, optimizer in enumerate(optimizers)}
 
 
 def facts_about_bits(model: nn.Module) -> dict[str, str]:

@@ -10,7 +10,10 @@ import os
 import time
 from datetime import timedelta
 
-from torch.distributed import ProcessGroup
+from torch.distributed import (
+    ProcessGroup,
+    Store,  # pyright: ignore[reportPrivateImportUsage]
+)
 
 from gossamer.errors import UserError
 from gossamer.gossip.failures import ExchangeError
@@ -29,7 +32,8 @@ def board_of(
 ) -> tuple[NoticeBoard, bool]:
     """Return what ranks tell each other, and whether this one comes later than the others.
 
-    One that was started anew before it had got to decentralize() is on time.
+    One that was started anew before it had got to decentralize() is on time. So is one that comes
+    back where nobody could begin.
     """
     how = os.environ.get(JOINS, "")
     store = group.get_group_store()
@@ -39,19 +43,37 @@ def board_of(
     if not survives:
         raise UserError(
             "a worker that is started anew can join the others with on_failure='continue' only, "
-            "got 'raise'; start without --restarts"
+            "got 'raise'; start with --restarts 0"
         )
     # What this process opens after this, all open together.
-    del os.environ[JOINS]
+    os.environ.pop(JOINS, None)
     deadline = time.monotonic() + timeout.total_seconds()
-    while not store.check([f"gossamer/{store.add(key, 0)}/members/{CURRENT}"]):
+    while not _has_begun(store, num_opened := store.add(key, 0)):
+        if how == RETURNED and _has_failed(store, num_opened):
+            return NoticeBoard(group, timeout), False  # nobody began; all come back and try again
         if time.monotonic() > deadline:
             raise ExchangeError(
                 f"worker {group.rank()} comes later than others, and waited for them to begin, at "
                 f"most {timeout}, in vain; look for why they did not"
             )
         time.sleep(_PAUSE_S)
-    return NoticeBoard(group, timeout, serial=store.add(key, 0)), True
+    if any(_has_begun(store, serial) for serial in range(1, num_opened)):
+        raise UserError(
+            "a worker can join a job in which each process opens one gossip, got one that has "
+            f"opened {num_opened}; start with --restarts 0, and go on from a checkpoint"
+        )
+    return NoticeBoard(group, timeout, serial=num_opened), True
+
+
+def _has_begun(store: Store, serial: int) -> bool:
+    """Whether a gossip has members: all compared what they were given, and found it the same."""
+    return store.check([f"gossamer/{serial}/members/{CURRENT}"])
+
+
+def _has_failed(store: Store, serial: int) -> bool:
+    """Whether those who were to begin a gossip found that they cannot."""
+    key = f"gossamer/{serial}/conclusion"
+    return store.check([key]) and bool(json.loads(store.get(key)))
 
 
 def num_at_start(board: NoticeBoard) -> int:

@@ -22,11 +22,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeVar, final
 
@@ -98,6 +99,12 @@ class Arrival:
     joins: bool = False
     """Whether it has nothing to go on from yet, and needs a donor."""
 
+    token: str = ""
+    """What tells one that joins from another with its number."""
+
+    came_later: bool = False
+    """Whether it joined others that trained already."""
+
     calls_done: int = 0
     """How many collective calls it has done its part of."""
 
@@ -134,6 +141,9 @@ class Decision:
     donors: Mapping[int, int] = field(default_factory=dict[int, int])
     """For each member that joins, the one that it gets everything from."""
 
+    tokens: Mapping[int, str] = field(default_factory=dict[int, str])
+    """For each of these, that of the worker which is let in."""
+
     entry: int = 0
     """The step that they begin with."""
 
@@ -168,7 +178,9 @@ class Membership:
         self._announced = self._arrived = self._asked = -1
         self._arrival: Arrival | None = None
         self._last: Decision | None = None
-        self._num_in_vain = 0
+        self._num_in_vain = self._num_refused = 0
+        self._token = secrets.token_hex(8)
+        self._asks = False
         if self.members:
             self._ask(lambda: self._store.compare_set(CURRENT, "", _current(0, self.members)))
         self._watcher = threading.Thread(target=self._watch, name="gossamer-members", daemon=True)
@@ -251,6 +263,9 @@ class Membership:
             log, left, asked = self._ask(self._read)
             listener.hear(log)
             proposal = _propose(self.members, log, left, asked, listener)
+            if proposal is not None and proposal.error == _NOTHING_LEFT:
+                # Only one that joins proposes this, and it decides nothing for who has parameters.
+                raise ExchangeError(_NOTHING_LEFT)
             if proposal is not None:
                 self._ask(lambda proposal=proposal: self._decide(proposal))
                 continue
@@ -264,13 +279,21 @@ class Membership:
         is_out = is_past or self.member not in decision.members
         if self._arrival is not None and self._arrival.joins:
             if is_out:
-                return self.join(self._arrival)
+                self._num_refused += 1
+                if self._num_refused > _MOST_IN_VAIN:
+                    raise ExchangeError(
+                        f"worker {self.member} was let in {self._num_refused} times, and must "
+                        f"reach all of {decision.members} itself, which failed: "
+                        f"{self._arrival.why}; look for a network that connects it with the store "
+                        "only"
+                    )
+                return self.join(replace(self._arrival, closed=(), waited_for=()))
         elif is_out or self.member in decision.donors:
             why = decision.gone.get(self.member, "it was late")
             raise ExchangeError(
                 f"a member must answer in time, and the others went on without worker "
                 f"{self.member} at step {decision.step}: {why}; end this process, and start it "
-                "anew to let it join (`gossamer launch --restarts`). Where workers compute longer, "
+                "anew to let it join (`gossamer launch` does). Where workers compute longer, "
                 "allow a longer timeout",
                 self.member,
             )
@@ -281,6 +304,7 @@ class Membership:
     def _enter(self, decision: Decision) -> None:
         # Until there are connections to break off, nobody is to be told of an alarm.
         self._on_alarm = lambda reason: None
+        self._asks = False
         before, after = (self.epoch, self.members), (self.epoch + 1, decision.members)
         self._ask(lambda: self._store.compare_set(CURRENT, _current(*before), _current(*after)))
         self.epoch, self.members = after
@@ -295,20 +319,22 @@ class Membership:
         """
         deadline = time.monotonic() + 2 * self._timeout_s + _SEEN_S
         pause_s = _FIRST_PAUSE_S
+        arrival, self._asks = replace(arrival, token=self._token), True
+        self.members = ()  # of the epoch that it asks in it is none, even where one has its number
         while True:
-            self.epoch, self.members = self._ask(self._now)
+            self.epoch, members = self._ask(self._now)
             epoch = self.epoch
             line = _line(here=asdict(arrival))
             self._ask(lambda epoch=epoch, line=line: self._store.append(f"{epoch}/asked", line))
             asked_at = time.monotonic()
             while (now := self._ask(self._now)[0]) == epoch:
-                self._check_answer(asked_at, deadline)
+                self._check_answer(members, asked_at, deadline)
                 time.sleep(pause_s)
                 pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
             decision = self._ask(self._decision)
             if decision is None or now > epoch + 1:
                 continue  # it was past when this worker asked
-            if self.member in decision.donors:
+            if decision.tokens.get(self.member) == arrival.token:
                 self._enter(decision)
                 return decision
             if self.member in decision.members:
@@ -317,27 +343,28 @@ class Membership:
                     f"{decision.members}; start another one with a number of its own"
                 )
 
-    def _check_answer(self, asked_at: float, deadline: float) -> None:
+    def _check_answer(self, members: tuple[int, ...], asked_at: float, deadline: float) -> None:
         """Raise where nobody will let this worker in."""
         left = {line["left"]: line["why"] for line in self._ask(self._read)[1]}
+        decision = self._ask(self._decision)
         waited_s = time.monotonic() - asked_at
-        if all(member in left for member in self.members):
-            reason = f"they have ended: worker {self.members[0]} {left[self.members[0]]}"
+        if decision is not None and decision.error:
+            reason = f"they have ended: {decision.error}"
+        elif all(member in left for member in members):
+            reason = f"they have ended: worker {members[0]} {left[members[0]]}"
         elif waited_s > _SEEN_S and not self._ask(lambda: self._store.check([self._key("seen")])):
             reason = f"none of them has seen that within {_SEEN_S:g} s: they are gone, or stalled"
         elif time.monotonic() > deadline:
             reason = f"none of them came to a step within {waited_s:.0f} s"
         else:
             return
-        raise ExchangeError(
-            f"worker {self.member} asked to join workers {self.members}, and {reason}"
-        )
+        raise ExchangeError(f"worker {self.member} asked to join workers {members}, and {reason}")
 
     def _check_progress(self, decision: Decision) -> None:
         """Raise where epoch after epoch ends as it began; all members see the same decisions."""
         before, self._last = self._last, decision
-        repeats = before is not None and before.members == decision.members
-        repeats = repeats and before is not None and before.step == decision.step
+        ended_at = None if before is None else (before.members, before.step)
+        repeats = ended_at == (decision.members, decision.step)
         self._num_in_vain = self._num_in_vain + 1 if repeats else 0
         if self._num_in_vain >= _MOST_IN_VAIN:
             raise ExchangeError(
@@ -371,7 +398,12 @@ class Membership:
             alarm: whether they wait for it, and must be told at once.
         """
         self._ended.set()
-        if self.member not in self.members:  # others have not waited for it
+        if self._asks:  # others have not waited for it
+            line = _line(withdraws=[self.member, self._token])
+            with contextlib.suppress(RuntimeError):
+                self._ask(lambda: self._store.append(self._key("asked"), line))
+            return
+        if self.member not in self.members:
             return
         with contextlib.suppress(RuntimeError):
             self._ask(
@@ -409,7 +441,7 @@ class Membership:
             return None
         said: dict[str, Any] = json.loads(self._store.get(key))
         said["members"] = tuple(said["members"])  # a list in JSON, whose keys are strings
-        for field_name in ("gone", "donors"):
+        for field_name in ("gone", "donors", "tokens"):
             said[field_name] = {int(member): of for member, of in said[field_name].items()}
         return Decision(**said)
 
@@ -427,12 +459,12 @@ class Membership:
     def _ask(self, question: Callable[[], _Answer]) -> _Answer:
         """Return the store's answer; on a thread, because one that is cut off never gives any."""
         answers: list[_Answer] = []
-        errors: list[RuntimeError] = []
+        errors: list[Exception] = []
 
         def run() -> None:
             try:
                 answers.append(question())
-            except RuntimeError as error:
+            except Exception as error:  # this thread has nobody to tell
                 errors.append(error)
 
         thread = threading.Thread(target=run, name="gossamer-ask", daemon=True)
@@ -440,6 +472,8 @@ class Membership:
         thread.join(self._answer_s)
         if answers:
             return answers[0]
+        if errors and not isinstance(errors[0], RuntimeError):  # not of the store
+            raise errors[0]
         said = f": {errors[0]}" if errors else f" within {self._answer_s:g} s"
         raise ExchangeError(
             f"members must reach the store to agree on who goes on, and worker {self.member} got "
@@ -533,26 +567,43 @@ def _propose(
     here = [arrivals[member] for member in members if member in arrivals and member not in gone]
     if not here:
         return None
-    joining = {arrival.member for arrival in (*_arrivals(asked).values(), *here) if arrival.joins}
+    if not gone:
+        # A member that still joins could not connect, or got nothing; and nobody else is lost.
+        stuck = [arrival.member for arrival in here if arrival.joins]
+        gone |= dict.fromkeys(stuck, "it was let in, and could not connect with all others")
+        here = [arrival for arrival in here if not arrival.joins] or here
+    joining = {
+        arrival.member: arrival.token
+        for arrival in (*_arrivals(asked).values(), *here)
+        if arrival.joins
+    }
     here = [arrival for arrival in here if not arrival.joins]
     if not here:
         return Decision(members=(), step=0, calls_done=0, error=_NOTHING_LEFT)
-    joining -= {arrival.member for arrival in here}
+    present = {arrival.member for arrival in here}
     error = ""
     # The first to arrive saw what happened first: others see that it let go of its connections.
     if len(here) == len(members) and next(iter(arrivals.values())).timed_out:
+        if (odd := _odd_one(here)) is not None:
+            gone[odd] = f"it joined, and does otherwise than they: {_error_of_program(here)}"
+            here = [arrival for arrival in here if arrival.member != odd]
         error = _error_of_program(here)
         if (unreachable := _unreachable(here)) is not None:
             gone[unreachable] = "another member cannot connect with it, though both are there"
             here = [arrival for arrival in here if arrival.member != unreachable]
     entry = _entry(here)
-    donors = {} if entry is None else {member: _donor(here, member) for member in sorted(joining)}
+    donors = (
+        {}
+        if entry is None
+        else {member: _donor(here, member) for member in sorted(joining.keys() - present)}
+    )
     return Decision(
         members=tuple(sorted([*donors, *(arrival.member for arrival in here)])),
         step=max(arrival.step for arrival in here),
         calls_done=min(arrival.calls_done for arrival in here),
         gone={member: why for member, why in gone.items() if member in members},
         donors=donors,
+        tokens={member: joining[member] for member in donors},
         entry=entry or 0,
         error=error,
     )
@@ -574,15 +625,26 @@ def _entry(here: Sequence[Arrival]) -> int | None:
 
 
 def _donor(here: Sequence[Arrival], joiner: int) -> int:
-    """Return the member that a joiner gets everything from: the one before it that is ahead."""
+    """Return the member that a joiner gets everything from: the one before it that is ahead.
+
+    Not one in a collective call, whose parameters may be the average of all.
+    """
     last = max(arrival.step for arrival in here)
-    ahead = [arrival.member for arrival in here if arrival.step == last]
+    ahead = [
+        arrival.member
+        for arrival in here
+        if arrival.step == last and (arrival.call == STEP or arrival.updated)
+    ]
     return max((member for member in ahead if member < joiner), default=ahead[-1])
 
 
 def _arrivals(log: Sequence[Mapping[str, Any]]) -> dict[int, Arrival]:
     found: dict[int, Arrival] = {}
     for line in log:
+        if "withdraws" in line:
+            member, token = line["withdraws"]
+            if member in found and found[member].token == token:
+                del found[member]
         if "here" in line:
             said: dict[str, Any] = line["here"]
             said |= {name: tuple(said[name]) for name in ("closed", "waited_for")}  # lists in JSON
@@ -590,12 +652,24 @@ def _arrivals(log: Sequence[Mapping[str, Any]]) -> dict[int, Arrival]:
     return found
 
 
+def _apart(here: Sequence[Arrival]) -> tuple[Arrival, Arrival] | None:
+    """Return a member that waits in a call, and one that is past it."""
+    pairs = ((one, other) for one in here for other in here if _has_passed(other, one))
+    return next(pairs, None)
+
+
+def _odd_one(here: Sequence[Arrival]) -> int | None:
+    """Return who must go where one that came later makes other calls than the others."""
+    late = [arrival.member for arrival in _apart(here) or () if arrival.came_later]
+    return late[-1] if late else None
+
+
 def _error_of_program(here: Sequence[Arrival]) -> str:
     """Say why nobody is gone, and yet they waited in vain: not all make the same calls."""
-    pairs = ((one, other) for one in here for other in here if _has_passed(other, one))
-    one, other = next(pairs, (None, None))
-    if one is None or other is None:
+    apart = _apart(here)
+    if apart is None:
         return ""
+    one, other = apart
     return (
         "all workers must make the same calls, and all are there, but they waited for each other "
         f"in vain: worker {one.member} called {one.call} at step {one.step}, and worker "

@@ -43,6 +43,11 @@ def rounds_to_connect(schedule: Schedule) -> Iterable[Round]:
     return map(schedule.round, range(period)) if period <= MOST_ROUNDS_CONNECTED else ()
 
 
+def num_parts(num_bytes: int) -> int:
+    """Return in how many parts bytes are sent, each of which may take as long as a message."""
+    return 1 + max(-(-num_bytes // _PART_BYTES), 1)  # the header, and one even of nothing
+
+
 def _header(num_bytes: int, digest: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(num_bytes.to_bytes(8, "little") + digest), dtype=torch.uint8)
 
@@ -86,30 +91,43 @@ class Network:
 
     # - Bytes from one rank to another
 
-    def send(self, data: bytes, receiver: int) -> None:
-        """Send bytes to a rank, which must be in ``receive``; returns when it has taken them."""
+    def send(self, data: bytes, receiver: int, each_part: Callable[[], object]) -> None:
+        """Send bytes to a rank, which must be in ``receive``; returns when it has taken them.
+
+        Args:
+            data: any number of them.
+            receiver: its rank.
+            each_part: called when one of ``num_parts`` is sent.
+        """
         digest = hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
         header = _header(len(data), digest)
         content = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         lane = self._open_lane(self.rank, receiver)
         for part in (header, *content.split(_PART_BYTES)):
-            what = f"rank {receiver} to take what it joins with"
+            what = f"rank {receiver} to take what it is sent"
             self._wait(lambda part=part: lane.send([part], 1, _TAG), what, receiver)
+            each_part()
 
-    def receive(self, sender: int) -> bytes:
+    def receive(self, sender: int, each_part: Callable[[], object]) -> bytes:
         """Return the bytes that a rank sends by ``send``.
+
+        Args:
+            sender: its rank.
+            each_part: called when one of ``num_parts`` has come.
 
         Raises:
             ExchangeError: they did not come, or are not what was sent.
         """
         lane = self._open_lane(sender, self.rank)
-        what = f"what rank {sender} gives to one that joins"
+        what = f"what rank {sender} sends"
         header = torch.empty_like(_header(0, bytes(_DIGEST_BYTES)))
         self._wait(lambda: lane.recv([header], 0, _TAG), what, sender)
+        each_part()
         raw = header.numpy().tobytes()
         content = torch.empty(int.from_bytes(raw[:8], "little"), dtype=torch.uint8)
         for part in content.split(_PART_BYTES):
             self._wait(lambda part=part: lane.recv([part], 0, _TAG), what, sender)
+            each_part()
         data = content.numpy().tobytes()
         if hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest() != raw[8:]:
             raise self.detector.failure(what, (sender,), RuntimeError("its digest is another"))

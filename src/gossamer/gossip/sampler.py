@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gossamer.errors import UserError
+from gossamer.seeds import pass_seed
 
 
 class Members(Protocol):
@@ -45,7 +46,9 @@ class MemberSampler:
     are in. Where workers are not in the same one, samples of the steps between the last and the
     first of them may be missed or come twice, and of those that a loader has read ahead; samples of
     all other steps come once. With fewer members batches are larger, and as many samples per step.
-    Batches are counted, so where a GradScaler skips steps, a worker that joins is as many behind.
+    Batches are counted from ``gossip.num_steps`` on. Where a loop takes several per step, to
+    accumulate gradients, or a GradScaler skips steps, a worker that joins is elsewhere: ask for
+    ``batch(...)`` there, by a count that all workers agree on.
 
     Args:
         gossip: who takes part.
@@ -86,6 +89,6 @@ class MemberSampler:
         """Return what is at a place of the endless sequence."""
         epoch, within = divmod(place, self._num_samples)
         if self._permutation[0] != epoch:
-            generator = torch.Generator().manual_seed(self._seed + epoch)
+            generator = torch.Generator().manual_seed(pass_seed(self._seed, epoch))
             self._permutation = epoch, torch.randperm(self._num_samples, generator=generator)
         return int(self._permutation[1][within])

@@ -41,7 +41,7 @@ class Step:
         epochs: what it works on, with whom, and what is in flight between steps.
         guard: who sees parameters that are not what is sent.
         wrappers: who sees that gradients are averaged, too.
-        num_steps: that others have taken, where this worker comes later.
+        entry: the step that this worker begins with, where it comes later.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class Step:
         epochs: Epochs,
         guard: Guard,
         wrappers: WrapperWatch,
-        num_steps: int = 0,
+        entry: int | None = None,
     ) -> None:
-        self.num_steps = num_steps
+        self.num_steps = entry or 0
         """Steps taken so far."""
-        self._entry = num_steps
+        self._entry = entry
         self.last_norms: FloatArray | None = None
         self.norms_step = 0
         self.joining = False
@@ -179,7 +179,7 @@ class Step:
     @property
     def has_just_joined(self) -> bool:
         """Whether this worker came when others trained, and has taken no step with them yet."""
-        return self.num_steps == self._entry > 0
+        return self.num_steps == self._entry
 
     @property
     def is_alone(self) -> bool:

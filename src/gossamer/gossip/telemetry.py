@@ -54,7 +54,7 @@ class Stats:
     """How often training went on without workers that were lost."""
 
     joins: int = 0
-    """How often workers came to those who trained."""
+    """How often training went on with workers that joined, one or several at a time."""
 
     recovery_s: float = 0.0
     """Time from when this rank saw that until it was connected with those who were left,

@@ -174,6 +174,12 @@ class Worker:
     def _check_together(self, call: str) -> None:
         """Raise where a collective call would see parameters from the middle of a step."""
         self.check_ready(call)
+        if self.step.has_just_joined:
+            raise UserError(
+                f"a worker that joins others goes straight to its loop, got {call} before its "
+                "first step, which the others have made long ago; put it under "
+                "`if gossip.num_steps == 0:`"
+            )
         if self.replica.weighted:  # some carry the weight until all optimizers have stepped
             self.step.refuse_amid_optimizers(call)
 
