@@ -243,7 +243,7 @@ def test_a_file_that_is_not_there() -> None:
 
 
 def test_the_demo_is_a_race_and_seven_methods_at_two_scales_and_real_processes() -> None:
-    """Three ways to train a GPT, four seeds; seven on digits at two scales, two; one on processes."""
+    """Three ways to train a GPT, four seeds; seven on digits at two scales; one on processes."""
     text = resources.files("gossamer.bench").joinpath("demo.toml").read_text()
     runs = expand(parse(text, "demo.toml")).runs
     assert len(runs) == 3 * 4 + 7 * 2 * 2 + 1
