@@ -38,7 +38,7 @@ from gossamer.bench.matrix import expand
 from gossamer.bench.store import Store
 from gossamer.bench.tuning import is_trial
 from gossamer.engine import CENTRALIZED, RunSpec
-from gossamer.errors import UserError
+from gossamer.errors import UserError, nearest
 from gossamer.files import write_atomic
 from gossamer.records import RESULTS, Started
 
@@ -344,19 +344,29 @@ def main(
     """Print what an experiment came to, and keep it."""
     fields = field or []
     if unknown := set(fields) - set(RunSpec.model_fields):
-        raise UserError(f"--field must name a field of a run, got {min(unknown)!r}")
+        name = min(unknown)
+        known = nearest(name, RunSpec.model_fields)
+        raise UserError(f"--field must name a field of a run, got {name!r}; {known}")
     results = read(path)
-    if reference and reference not in {result.spec.method for result in results}:
-        raise UserError(f"--reference must name a method of {path}, got {reference!r}")
     if not results:
         raise UserError(f"{path} must hold runs that have ended, got none; let it run on")
+    methods = {result.spec.method: None for result in results}
+    if reference and reference not in methods:
+        raise UserError(
+            f"--reference must name a method of {path}, got {reference!r}; "
+            f"{nearest(reference, methods)}"
+        )
     if out is not None:
         write(results, out)
     if steps is not None:
         write_steps(path, steps)
     print(table(results, fields, reference))
-    compared = [result for result in results if not result.is_trial and result.final is not None]
-    if found := claims([(r.spec, r.final, r.facts) for r in compared if r.final is not None]):
+    compared = [
+        (result.spec, result.final, result.facts)
+        for result in results
+        if not result.is_trial and result.final is not None
+    ]
+    if found := claims(compared):
         print(f"\n{found}")
     seconds = [result.facts["train_s"] for result in results if "train_s" in result.facts]
     if seconds:

@@ -51,8 +51,7 @@ def stall_for_long(job: Job, victims: Sequence[int], generator: np.random.Genera
     """Stop one until the others have gone on; it raises when it is resumed."""
     (victim,) = victims
     at = job.signal(victim, signal.SIGSTOP)
-    others = [w for w in range(job.spec.num_workers) if w != victim]
-    job.wait(lambda: _gone_on(job, others, victims, at), 3 * job.spec.timeout_s)
+    job.wait(lambda: _gone_on(job, victims, at), 3 * job.spec.timeout_s)
     job.signal(victim, signal.SIGCONT)
     return at
 
@@ -63,8 +62,7 @@ def cut(job: Job, victims: Sequence[int], generator: np.random.Generator) -> flo
     assert job.lab is not None
     at = time.time()
     job.lab.cut(f"host{victim}")
-    others = [w for w in range(job.spec.num_workers) if w != victim]
-    job.wait(lambda: _gone_on(job, others, victims, at), 3 * job.spec.timeout_s)
+    job.wait(lambda: _gone_on(job, victims, at), 3 * job.spec.timeout_s)
     job.lab.restore(f"host{victim}")
     return at
 
@@ -101,12 +99,12 @@ def strike(
 ) -> dict[str, Any]:
     """Let a fault happen; return what came of it when all workers are together again."""
     happen, _ = {**FAULTS, **LAB_FAULTS}[name]
-    others = [w for w in range(job.spec.num_workers) if w not in victims]
+    others = _others(job, victims)
     lost = name not in _MOMENTS
     at = happen(job, victims, generator)
     limit_s = 2 * job.spec.timeout_s
     if lost:
-        job.wait(lambda: _gone_on(job, others, victims, at), 2 * limit_s)
+        job.wait(lambda: _gone_on(job, victims, at), 2 * limit_s)
     began = time.time()
     together = job.wait(lambda: job.all_together(since=began), _BACK_S)
     taken = {worker: job.taken(worker) for worker in range(job.spec.num_workers)}
@@ -126,9 +124,13 @@ def strike(
     }
 
 
-def _gone_on(job: Job, others: Sequence[int], victims: Sequence[int], at: float) -> bool:
+def _others(job: Job, victims: Sequence[int]) -> list[int]:
+    return [worker for worker in range(job.spec.num_workers) if worker not in victims]
+
+
+def _gone_on(job: Job, victims: Sequence[int], at: float) -> bool:
     """Return whether all others have taken a step without those who are lost."""
-    for worker in others:
+    for worker in _others(job, victims):
         steps = job.taken(worker, _RECENT_BYTES)
         if not any(t.at > at and not {*victims} & {*t.members} for t in steps):
             return False

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.soak.worker import Spec
+from gossamer.files import write_atomic
 from gossamer.lab import Cluster, one_switch
 
 _RESTARTS = 1000
@@ -131,8 +132,7 @@ class Job:
         """Let all workers end at a step a little ahead of the first of them; return which."""
         lasts = filter(None, map(self.last, range(self.spec.num_workers)))
         until = max(taken.step for taken in lasts) + ahead
-        (self.folder / "until.part").write_text(str(until))
-        (self.folder / "until.part").rename(self.folder / "until")
+        write_atomic(self.folder / "until", lambda aside: aside.write_text(str(until)))
         return until
 
     # - Waiting

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 import gossamer
+from gossamer.files import write_atomic
 from gossamer.optim import AccumAdamW
 from gossamer.workloads import WORKLOADS, Data
 
@@ -91,9 +92,7 @@ def train(spec: Spec, folder: Path) -> None:
         "metric": workload.evaluate(model, data),
         "failures": gossip.stats().failures,
     }
-    aside = folder / f"{worker}.part"
-    aside.write_text(json.dumps(answer))
-    aside.rename(folder / f"{worker}.json")
+    write_atomic(folder / f"{worker}.json", lambda aside: aside.write_text(json.dumps(answer)))
 
 
 def _wait_for_all(spec: Spec) -> None:
@@ -150,8 +149,7 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     # First of all: who is to be hit must be found, whatever it is doing.
     rank = os.environ["RANK"]
-    (folder / f"{rank}.pid.part").write_text(str(os.getpid()))
-    (folder / f"{rank}.pid.part").rename(folder / f"{rank}.pid")
+    write_atomic(folder / f"{rank}.pid", lambda aside: aside.write_text(str(os.getpid())))
     train(Spec(**json.loads((folder / "spec.json").read_text())), folder)
 
 

@@ -31,16 +31,15 @@ def on_links(
         names: what methods are called, by run.
         targets: of workloads, in place of their own.
     """
-    found = [NO_LINKS]
-    for clock in clocks:
+    found = [NO_LINKS.with_columns(index=pl.lit(0))]
+    for index, clock in enumerate(clocks):
         runs = join([timed(of_run, clock) for of_run in rows], names, targets).runs
         costs = target_costs(runs.filter(pl.col("engine") == "simulated"))
-        costs = costs.with_columns(link=pl.lit(clock.link)).select(_SCHEMA.keys())
-        found.append(costs.filter(pl.any_horizontal(pl.col(*_SECONDS).is_not_null())))
-    order = pl.concat(found).with_row_index("order")
-    first = order.group_by([*SETTING, "link"]).agg(at=pl.col("order").min())
-    placed = order.join(first, on=[*SETTING, "link"])
-    return placed.sort([*SETTING, "at", *_SECONDS], nulls_last=True).select(_SCHEMA.keys())
+        costs = costs.with_columns(link=pl.lit(clock.link), index=pl.lit(index))
+        known = costs.filter(pl.any_horizontal(pl.col(*_SECONDS).is_not_null()))
+        found.append(known.select(*_SCHEMA, "index"))
+    ordered = pl.concat(found).sort([*SETTING, "index", *_SECONDS], nulls_last=True)
+    return ordered.select(_SCHEMA.keys())
 
 
 _SECONDS = ("modelled_s", "more_than_modelled_s")
