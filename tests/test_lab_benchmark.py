@@ -14,6 +14,7 @@ from rich.console import Console
 from benchmarks.cluster.report import rows, table
 from benchmarks.race.__main__ import Results
 from benchmarks.race.report import Point, seconds_to
+from benchmarks.race.seeds import Curve, Curves
 from benchmarks.race.worker import Task as Race
 from gossamer.errors import UserError
 from gossamer.lab import Cluster, one_switch
@@ -141,3 +142,28 @@ def test_a_race_goes_on_where_it_was_ended(tmp_path: Path) -> None:
     assert [point.step for point in Results(RACE, path).of_ended()] == [0, 4]
     with pytest.raises(UserError, match="results of the same setting"):
         Results(replace(RACE, lr=1.0), path)
+
+
+def test_a_race_over_seeds_is_at_each_methods_best_rate(tmp_path: Path) -> None:
+    """The rate of the lowest loss on the tuning seed is a method's; what is in the file stays."""
+    path, setting = tmp_path / "seeds.jsonl", {"steps": 4}
+    curves = [
+        Curve("ddp", 1e-3, 1000, [(0, 5.0), (4, 3.0)]),
+        Curve("ddp", 2e-3, 1000, [(0, 5.0), (4, 2.0)]),
+        Curve("ddp", 4e-3, 1000, [(0, 5.0), (4, 4.0)]),
+        Curve("ddp", 2e-3, 0, [(0, 5.0), (4, 2.5)]),
+        Curve("gossamer", 1e-3, 0, [(0, 5.0), (4, 3.0), (6, 2.0)]),
+    ]
+    head = {"kind": "run", "setting": setting}
+    lines = [head, *({"kind": "curve", "curve": curve._asdict()} for curve in curves)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = Curves(path, setting)
+    assert found.tuned("ddp") == 2e-3
+    (reference,), (own,) = found.of("ddp", 2e-3, [0]), found.of("gossamer", 1e-3, [0])
+    assert own.steps_to(reference.losses[-1][1]) == 5.0
+    assert own.steps_to(1.0) == float("inf")
+    lrs = {"ddp": 2e-3, "gossamer": 1e-3}
+    found.train(replace(RACE, lrs=lrs), hosts=4)  # nothing is left to train
+    assert len(path.read_text().splitlines()) == len(lines)
+    with pytest.raises(UserError, match="curves of the setting"):
+        Curves(path, {"steps": 5})

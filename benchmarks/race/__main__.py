@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import sys
+import math
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -13,10 +14,12 @@ import typer
 
 from benchmarks.cluster.run import console, environment, start
 from benchmarks.race.methods import METHODS, REFERENCE
-from benchmarks.race.report import Point, draw, draw_bars, table
-from benchmarks.race.worker import END, POINT, Task
+from benchmarks.race.report import Point, curves_at, draw, draw_bars, table, times_to_end
+from benchmarks.race.run import run_on_hosts
+from benchmarks.race.worker import Task
 from gossamer.errors import UserError
-from gossamer.lab import Cluster, HostFailed, one_switch
+
+_NOT_SETTING = ("methods", "target", "lrs")
 
 
 def main(  # noqa: PLR0913 - one parameter per option
@@ -58,13 +61,16 @@ def main(  # noqa: PLR0913 - one parameter per option
     )
     results = Results(task, json_file)
     for each in rate or ["300mbit", "100mbit"]:
-        _race(results.left_of(each), hosts, each, results)
+        task = results.left_of(each)
+        if task.methods:
+            run_on_hosts(task, hosts, each, results.add, partial(results.end, each))
     points = results.of_ended()
     console.print(table(points))
     if page is not None:
         draw(points, page)
     if figure is not None:
-        draw_bars(points, figure)
+        rates = dict.fromkeys(point.rate for point in points)
+        draw_bars({rate: _seconds(points, rate) for rate in rates}, figure)
 
 
 class Results:
@@ -80,7 +86,7 @@ class Results:
         self._task = task
         self._path = path
         self._ended: set[tuple[str, str]] = set()
-        setting = {k: v for k, v in asdict(task).items() if k not in ("methods", "target")}
+        setting = {k: v for k, v in asdict(task).items() if k not in _NOT_SETTING}
         lines = path.read_text().splitlines() if path is not None and path.exists() else []
         found = [json.loads(line) for line in lines]
         if found and found[0]["setting"] != setting:
@@ -133,6 +139,11 @@ class Results:
                 file.write(json.dumps(line) + "\n")
 
 
+def _seconds(points: list[Point], rate: str) -> dict[str, list[float]]:
+    times = times_to_end(points, rate)
+    return {method: [times.get(method, math.inf)] for method in curves_at(points, rate)}
+
+
 def _methods(names: list[str]) -> list[str]:
     unknown = [name for name in names if name not in METHODS]
     if unknown:
@@ -141,27 +152,6 @@ def _methods(names: list[str]) -> list[str]:
         names = [name for name in names if not name.startswith("decent_dp")]
         console.print("without decent_dp: pip install 'gossamer[peers]'", markup=False)
     return names
-
-
-def _race(task: Task, hosts: int, rate: str, results: Results) -> None:
-    if not task.methods:
-        return
-
-    def collect(host: str, line: str) -> None:
-        if line.startswith(POINT):
-            results.add(Point(rate, **json.loads(line.removeprefix(POINT))))
-        elif line.startswith(END):
-            results.end(rate, json.loads(line.removeprefix(END)))
-        else:
-            console.print(f"[{host}] {line}", markup=False)
-
-    command = [sys.executable, "-m", "benchmarks.race.worker", task.to_json()]
-    quiet = {"OMP_NUM_THREADS": "1", "LOGURU_LEVEL": "WARNING"}
-    with Cluster(one_switch(hosts, rate)) as cluster:
-        try:
-            cluster.run(command, environment=quiet, sink=collect)
-        except HostFailed as error:
-            console.print(str(error), markup=False)
 
 
 if __name__ == "__main__":

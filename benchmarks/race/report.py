@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import statistics
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -115,37 +117,57 @@ def draw(points: Sequence[Point], path: Path) -> None:
     page.save(figure, path)
 
 
-def draw_bars(points: Sequence[Point], path: Path) -> None:
-    """Write the time to DDP's loss as bars, a panel per rate, on a ground of its own."""
-    rates = list(dict.fromkeys(point.rate for point in points))
-    methods = [*dict.fromkeys(point.method for point in points)][::-1]
+def draw_bars(seconds: Mapping[str, Mapping[str, Sequence[float]]], path: Path) -> None:
+    """Write the time to DDP's loss as bars, a panel per rate, on a ground of its own.
+
+    Args:
+        seconds: of each seed, by rate and method; infinite where a seed never has the loss. Bars
+            are medians, lines the range over seeds.
+        path: .html, .png or .svg.
+    """
+    methods = [*dict.fromkeys(name for times in seconds.values() for name in times)][::-1]
     figure = page.subplots(
         rows=1,
-        cols=len(rates),
+        cols=len(seconds),
         shared_yaxes=True,
         horizontal_spacing=0.04,
-        subplot_titles=[f"links of {rate.removesuffix('mbit')} Mbit/s" for rate in rates],
+        subplot_titles=[f"links of {rate.removesuffix('mbit')} Mbit/s" for rate in seconds],
     )
-    for column, rate in enumerate(rates, start=1):
-        times = times_to_end(points, rate)
-        slowest = max(times.values(), default=1.0)
-        texts = [
-            f"{times[name]:.0f} s" if name in times else "not in these steps" for name in methods
-        ]
+    for column, times in enumerate(seconds.values(), start=1):
+        shown = {name: _median_and_range(times[name]) for name in methods}
+        ends = [high for _, _, high in shown.values()]
         figure.add_bar(
-            x=[times.get(name, 0.0) for name in methods],
+            x=[median for median, _, _ in shown.values()],
             y=methods,
+            error_x={
+                "type": "data",
+                "symmetric": False,
+                "array": [high - median for median, _, high in shown.values()],
+                "arrayminus": [median - low for median, low, _ in shown.values()],
+                "visible": any(low < high for _, low, high in shown.values()),
+                "thickness": 1,
+                "width": 2,
+            },
             orientation="h",
-            text=texts,
-            textposition="outside",
-            cliponaxis=False,
             marker_color=[_OURS if "gossamer" in name else _OTHERS for name in methods],
             showlegend=False,
             row=1,
             col=column,
         )
+        # Beside the range, where a bar's own text would be drawn through by its line.
+        figure.add_scatter(
+            x=ends,
+            y=methods,
+            mode="text",
+            text=[f"  {_said(times[name])}" for name in methods],
+            textposition="middle right",
+            showlegend=False,
+            cliponaxis=False,
+            row=1,
+            col=column,
+        )
         figure.update_xaxes(
-            title_text="seconds to DDP's last loss", range=[0, 1.3 * slowest], col=column
+            title_text="seconds to DDP's last loss", range=[0, 1.4 * max(ends)], col=column
         )
     figure.update_layout(
         width=860,
@@ -153,3 +175,18 @@ def draw_bars(points: Sequence[Point], path: Path) -> None:
         margin={"l": 170, "r": 20, "t": 40, "b": 50},
     )
     page.save(figure, path)
+
+
+def _median_and_range(seconds: Sequence[float]) -> tuple[float, float, float]:
+    """Return the median, the least and the most to draw; zeros where the median is infinite."""
+    median = statistics.median(seconds)
+    if math.isinf(median):
+        return 0.0, 0.0, 0.0
+    return median, min(seconds), max(filter(math.isfinite, seconds))
+
+
+def _said(seconds: Sequence[float]) -> str:
+    reached = sum(map(math.isfinite, seconds))
+    median = statistics.median(seconds)
+    said = "not in these steps" if math.isinf(median) else f"{median:.0f} s"
+    return said if reached in (0, len(seconds)) else f"{said} ({reached} of {len(seconds)} seeds)"

@@ -18,7 +18,7 @@ import sys
 import time
 import traceback
 from ctypes import c_double
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from multiprocessing.sharedctypes import Synchronized
 from typing import final
 
@@ -67,6 +67,12 @@ class Task:
 
     seed: int
     timeout_s: float
+    lrs: dict[str, float] = field(default_factory=dict[str, float])
+    """The learning rates of methods that do not take ``lr``."""
+
+    def lr_of(self, method: str) -> float:
+        """Return the learning rate of a method."""
+        return self.lrs.get(method, self.lr)
 
     def to_json(self) -> str:
         """Return it as one argument of a command."""
@@ -91,7 +97,7 @@ def race(task: Task, method: str, rank: int, size: int, target: Synchronized[c_d
     model = make_model(task.width) if task.width else workload.make_model()
     judged = copy.deepcopy(model)
     with_emulated_compute(model, task.compute_ms / 1e3)
-    step = METHODS[method](model, workload.loss, task.lr)
+    step = METHODS[method](model, workload.loss, task.lr_of(method))
     dice = torch.Generator().manual_seed(1000 * task.seed + rank)
     seconds = 0.0
     for done in range(steps + 1):
