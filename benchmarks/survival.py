@@ -33,11 +33,13 @@ from torch import nn
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from gossamer.errors import UserError
+from gossamer.files import write_atomic
 from gossamer.gossip import Gossip, decentralize
 from gossamer.lab import Cluster, parse_layout
 from gossamer.lab.iproute import check_machine
 from gossamer.lab.namespaces import run_inside
 from gossamer.lab.network import INTERFACE
+from gossamer.launch import hold_store
 
 FAULT_STEP = 20
 
@@ -201,10 +203,9 @@ def fork(body: Callable[[], None], log: Path) -> int:
 
 
 def _hold_store(folder: Path, address: str) -> None:
-    store = TCPStore(address, 0, is_master=True)
-    (folder / "port.part").write_text(str(store.port))
-    (folder / "port.part").rename(folder / "port")
-    time.sleep(3600)
+    with hold_store(address) as port:
+        write_atomic(folder / "port", lambda aside: aside.write_text(str(port)))
+        time.sleep(3600)
 
 
 def _join_store(folder: Path, address: str) -> TCPStore:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gossamer.errors import UserError
-from gossamer.launch import Place, launch
+from gossamer.launch import Place, hold_store, launch
 
 SCRIPT = """
 import os, signal, sys, time
@@ -154,3 +156,26 @@ def test_places_that_cannot_be_are_refused(place: Place, words: str) -> None:
     """Before any worker is started."""
     with pytest.raises(UserError, match=words):
         launch(["false"], place)
+
+
+def test_the_process_of_the_store_looks_up_no_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread answers all workers, and would wait for a resolver at each that connects."""
+    monkeypatch.setenv("RES_OPTIONS", "timeout:1")
+    with hold_store("localhost"):
+        assert os.environ["RES_OPTIONS"].split() == ["timeout:1", "attempts:0"]
+    assert os.environ["RES_OPTIONS"] == "timeout:1"
+    monkeypatch.delenv("RES_OPTIONS")
+    code, _ = run_here('test -z "${RES_OPTIONS+set}"')  # workers may need names
+    assert code == 0
+    assert "RES_OPTIONS" not in os.environ
+
+
+def test_a_store_on_a_host_without_an_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the host and the option."""
+
+    def fail(*args: object, **options: object) -> None:
+        raise socket.gaierror(-2, "Name or service not known")
+
+    monkeypatch.setattr("socket.getaddrinfo", fail)
+    with pytest.raises(UserError, match=r"must have an address, got 'node0' .*; give --store"):
+        launch(["false"], Place(2, store="node0:29400"))

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from threading import Event
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ import torch
 from torch.distributed import (
     HashStore,  # pyright: ignore[reportPrivateImportUsage]
     ProcessGroup,
+    Store,  # pyright: ignore[reportPrivateImportUsage]
     TCPStore,  # pyright: ignore[reportPrivateImportUsage]
 )
 from torch.optim import SGD
@@ -25,6 +27,7 @@ from gossamer.algorithms import parse_algorithm
 from gossamer.errors import UserError
 from gossamer.gossip import ExchangeError, Gossip, decentralize
 from gossamer.gossip.epoch import Rules
+from gossamer.gossip.epochs import _NextStore  # pyright: ignore[reportPrivateUsage]
 from gossamer.gossip.membership import STEP, Arrival, Decision, Membership
 from gossamer.topology import Schedule, parse, ring
 from gossamer.wire import parse_wire
@@ -255,6 +258,26 @@ def test_a_member_that_was_late_is_told_that_others_went_on() -> None:
     two.arrive(Arrival(member=2, step=8, why=""))
     with pytest.raises(ExchangeError, match="the others went on without worker 2 at step 8"):
         two.agree()
+
+
+def test_an_epochs_connection_to_the_store_is_opened_before_it_is_needed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Connecting may take seconds, for which others would not wait; each epoch has its own."""
+    slow, opened = Event(), list[Store]()
+
+    def clone_slowly(store: Store) -> Store:
+        slow.wait(60)
+        opened.append(HashStore())
+        return opened[-1]
+
+    monkeypatch.setattr("gossamer.gossip.epochs.clone", clone_slowly)
+    ahead = _NextStore(HashStore())
+    ahead.open()
+    assert not opened  # and yet nobody waits
+    slow.set()
+    assert [ahead.take()] == opened
+    assert [opened[0], ahead.take()] == opened  # two failures in a row: not opened before
 
 
 def test_where_nobody_is_gone_a_call_made_alone_is_an_error_on_all() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -101,9 +102,11 @@ def launch(
             f"supervisors of several nodes need one store, got {place.store!r}; give --store "
             "host:port, the node of rank 0 and a free port of it"
         )
-    with _store(host, int(port), holds=place.first == 0 and not place.joins) as port:
+    variables = {**os.environ}
+    holds = place.first == 0 and not place.joins
+    with hold_store(host, int(port)) if holds else contextlib.nullcontext(int(port)) as port:
         environment = {
-            **os.environ,
+            **variables,
             "MASTER_ADDR": host,
             "MASTER_PORT": str(port),
             "WORLD_SIZE": str(total),
@@ -189,18 +192,35 @@ class _Worker:
 
 
 @contextlib.contextmanager
-def _store(host: str, port: int, *, holds: bool) -> Generator[int]:
-    if not holds:
-        yield port
-        return
+def hold_store(host: str, port: int = 0) -> Generator[int]:
+    """Hold a store that workers reach at a host of this machine; yield its port.
+
+    torch's server looks up the host name of every client, on the one thread that answers all of
+    them. Where a resolver does not answer, that takes seconds each, in which members of a gossip
+    take each other for gone. So this process has no resolver meanwhile: glibc reads the variable
+    when a thread looks something up for the first time.
+    """
     # Here, and not above: torch takes seconds to import, which workers of other nodes need not.
     from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-    store = TCPStore(host, port, is_master=True, wait_for_workers=False)
     try:
+        address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise UserError(
+            f"the host of the store must have an address, got {host!r} ({error}); give --store "
+            "the name or address of this node"
+        ) from error
+    before = os.environ.get("RES_OPTIONS")
+    os.environ["RES_OPTIONS"] = f"{before or ''} attempts:0"
+    try:
+        store = TCPStore(address, port, is_master=True, wait_for_workers=False)
         yield store.port
-    finally:
         del store
+    finally:
+        if before is None:
+            del os.environ["RES_OPTIONS"]
+        else:
+            os.environ["RES_OPTIONS"] = before
 
 
 def _follow(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -56,7 +58,7 @@ class Epochs:
         self._maker = maker
         self._replica = replica
         self._membership = membership
-        self._store = store
+        self._next_store = _NextStore(store)
         self._donation = donation
         self._timeout = timeout
         self._telemetry = Telemetry()
@@ -69,6 +71,7 @@ class Epochs:
         self._telemetry = first.network.telemetry
         if self._membership is not None:
             self._membership.watch(first.network.detector.alarm)
+            self._next_store.open()
 
     def join(self) -> Decision:
         """Become a member of an epoch that begins later, with all that a donor has."""
@@ -159,12 +162,12 @@ class Epochs:
         self._say(membership, decision, error, time.monotonic() - began)
         if self.current.network.rank == 0:
             membership.discard_past()
+        self._next_store.open()
         return decision
 
     def _group(self, membership: Membership) -> ProcessGroup:
         """Return the members of the epoch that was decided, and where they find each other."""
-        # A connection of its own: a thread of the epoch before may still wait on that one's.
-        store = PrefixStore(f"epoch/{membership.epoch}", clone(self._store))
+        store = PrefixStore(f"epoch/{membership.epoch}", self._next_store.take())
         rank = membership.members.index(membership.member)
         return ProcessGroup(store, rank, len(membership.members))
 
@@ -266,6 +269,36 @@ class Epochs:
         deadline = time.monotonic() + seconds
         networks = [*self._dropped, self.current.network]
         return all([network.wait_dropped(deadline - time.monotonic()) for network in networks])
+
+
+@final
+class _NextStore:
+    """The connection to the store that the next epoch will use, opened before it is needed.
+
+    Each epoch has its own, because a thread of the epoch before may still wait on that one's. Both
+    ends look up each other's host name when they connect, which takes seconds where a resolver does
+    not answer: in the middle of a recovery others would take this worker for gone.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._opened: list[Store] = []
+        self._thread: threading.Thread | None = None
+
+    def open(self) -> None:
+        """Connect in the background."""
+        self._thread = threading.Thread(target=self._connect, name="gossamer-store", daemon=True)
+        self._thread.start()
+
+    def _connect(self) -> None:
+        with contextlib.suppress(RuntimeError):  # of the store; take() meets it again
+            self._opened.append(clone(self._store))
+
+    def take(self) -> Store:
+        """Return a connection that nothing else uses."""
+        if self._thread is not None:
+            self._thread.join()
+        return self._opened.pop() if self._opened else clone(self._store)
 
 
 def _seen(

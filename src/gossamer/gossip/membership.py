@@ -182,7 +182,11 @@ class Membership:
         self._token = secrets.token_hex(8)
         self._asks = False
         if self.members:
-            self._ask(lambda: self._store.compare_set(CURRENT, "", _current(0, self.members)))
+            # Nobody can be lost yet, so a store that is slow to answer has the whole timeout.
+            self._ask(
+                lambda: self._store.compare_set(CURRENT, "", _current(0, self.members)),
+                self._timeout_s,
+            )
         self._watcher = threading.Thread(target=self._watch, name="gossamer-members", daemon=True)
 
     # - While all goes well
@@ -456,8 +460,9 @@ class Membership:
         text = self._store.get(key).decode() if self._store.check([key]) else ""
         return [json.loads(line) for line in text.splitlines()]
 
-    def _ask(self, question: Callable[[], _Answer]) -> _Answer:
+    def _ask(self, question: Callable[[], _Answer], answer_s: float = 0.0) -> _Answer:
         """Return the store's answer; on a thread, because one that is cut off never gives any."""
+        answer_s = answer_s or self._answer_s
         answers: list[_Answer] = []
         errors: list[Exception] = []
 
@@ -469,12 +474,12 @@ class Membership:
 
         thread = threading.Thread(target=run, name="gossamer-ask", daemon=True)
         thread.start()
-        thread.join(self._answer_s)
+        thread.join(answer_s)
         if answers:
             return answers[0]
         if errors and not isinstance(errors[0], RuntimeError):  # not of the store
             raise errors[0]
-        said = f": {errors[0]}" if errors else f" within {self._answer_s:g} s"
+        said = f": {errors[0]}" if errors else f" within {answer_s:g} s"
         raise ExchangeError(
             f"members must reach the store to agree on who goes on, and worker {self.member} got "
             f"no answer{said}; it leaves. Look for a network that is cut, or for the process that "
