@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from threading import Event
@@ -29,6 +31,7 @@ from gossamer.gossip import ExchangeError, Gossip, decentralize
 from gossamer.gossip.epoch import Rules
 from gossamer.gossip.epochs import _NextStore  # pyright: ignore[reportPrivateUsage]
 from gossamer.gossip.membership import STEP, Arrival, Decision, Membership
+from gossamer.gossip.notices import NoticeBoard
 from gossamer.topology import Schedule, parse, ring
 from gossamer.wire import parse_wire
 from tests.ranks import run_ranks
@@ -112,6 +115,33 @@ def test_those_who_are_left_take_all_steps_and_end_with_one_model(options: dict[
         assert result["failures"] == 1
         for ours, theirs in zip(result["model"], survivors[0]["model"], strict=True):
             assert torch.equal(ours, theirs)
+
+
+def test_what_a_lost_epoch_opened_is_freed_without_garbage_collection() -> None:
+    """Connections close with the last reference: a cycle would keep them for as long as it likes.
+
+    With every worker that was lost or came back a training process would hold one more connection
+    to the store, until the interpreter looks for garbage.
+    """
+    boards: dict[int, weakref.ref[NoticeBoard]] = {}
+    freed: dict[int, bool] = {}
+
+    def note(gossip: Gossip) -> None:
+        worker, network = gossip.members[gossip.rank], gossip._worker.network
+        if gossip.num_workers == 4:
+            boards[worker] = weakref.ref(network.detector.board)
+        elif gossip.num_steps == 12:
+            epochs = gossip._worker.epochs
+            assert epochs.wait_dropped(10)
+            epochs._dropped.clear()  # as at the next failure
+            freed[worker] = boards[worker]() is None
+
+    gc.disable()
+    try:
+        run_ranks(4, lambda group: train_on(group, lost=1, at=5, each_step=note, topology="ring"))
+    finally:
+        gc.enable()
+    assert freed == {0: True, 2: True, 3: True}
 
 
 def test_collective_calls_are_made_again_with_those_who_are_left() -> None:

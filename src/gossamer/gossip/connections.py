@@ -244,6 +244,8 @@ class Connections:
         """
         self._lanes = {}
         self._gloo.close()
+        # It refers back here, as in Transport.close: the store's connection would stay open.
+        self.detector.break_off = lambda: None
         if self._opened:
             groups, self._opened = self._opened, []
             thread = threading.Thread(target=groups.clear, name="gossamer-drop", daemon=True)

@@ -183,7 +183,9 @@ class Transport:
     def close(self) -> None:
         """End the collecting thread and let go of connections; nothing may be in flight."""
         self._collector.end()
-        self._role_in.cache_clear()
+        # It refers back here: connections, that to the store among them, would stay open until the
+        # interpreter looks for garbage, and processes that train seldom do.
+        del self._role_in
         self._spare.clear()
         self._groups.clear()
 
