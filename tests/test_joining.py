@@ -25,7 +25,8 @@ from torch.optim.lr_scheduler import StepLR
 from gossamer.errors import UserError
 from gossamer.gossip import Checkpoints, ExchangeError, Gossip, decentralize, late
 from gossamer.gossip.donation import Donation
-from gossamer.gossip.membership import STEP, Arrival, Decision, Membership
+from gossamer.gossip.epoch_log import STEP, Arrival, Decision
+from gossamer.gossip.membership import Membership
 from gossamer.gossip.network import Network
 from gossamer.launched import JOINS, NEW, RETURNED
 from tests.ranks import run_ranks
@@ -336,12 +337,12 @@ def test_a_worker_that_asks_where_training_has_failed_is_told_so_once() -> None:
     store = HashStore()
     limit = timedelta(seconds=5)
     zero = Membership(store, 0, range(1), limit)
-    zero._decide(Decision(members=(0,), step=0, calls_done=0, error="the program is wrong"))
+    zero._log.decide(Decision(members=(0,), step=0, calls_done=0, error="the program is wrong"))
     for number in (0, 2):
         other = Membership(store, number, (), limit)
         with pytest.raises(ExchangeError, match="they have ended: the program is wrong"):
             other.join(replace(ASKS, member=number))
-    assert len(zero._lines("0/asked")) == 2
+    assert len(zero._log.lines("asked")) == 2
 
 
 def test_a_worker_that_gives_up_asking_says_nothing_of_a_member(
@@ -350,11 +351,11 @@ def test_a_worker_that_gives_up_asking_says_nothing_of_a_member(
     """Though it asked with the number of one: that one goes on."""
     monkeypatch.setattr("gossamer.gossip.membership._SEEN_S", 0.1)
     zero, _ = memberships(2)
-    impostor = Membership(zero._all, 1, (), timedelta(seconds=0.3))
+    impostor = Membership(zero._log._all, 1, (), timedelta(seconds=0.3))
     with pytest.raises(ExchangeError, match="none of them has seen that"):
         impostor.join(replace(ASKS, member=1))
     impostor.leave("could not join", alarm=True)
-    assert zero._lines("0/left") == zero._lines("0/log") == []
+    assert zero._log.lines("left") == zero._log.lines("log") == []
 
 
 def test_a_worker_that_reaches_the_store_alone_ends_nothing() -> None:
@@ -390,7 +391,7 @@ def test_a_worker_that_reaches_the_store_alone_ends_nothing() -> None:
 def test_what_is_no_error_of_the_store_is_raised_as_it_is() -> None:
     """A line that is no JSON: nobody is told to look for a network that is cut."""
     (zero,) = memberships(1)
-    zero._store.set("0/log", "not JSON")
+    zero._log._store.set("0/log", "not JSON")
     with pytest.raises(json.JSONDecodeError):
         zero.agree()
 
@@ -398,8 +399,8 @@ def test_what_is_no_error_of_the_store_is_raised_as_it_is() -> None:
 def test_of_two_with_one_number_one_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other is told so; one that has given up is not let in at all."""
     (zero,) = memberships(1)
-    askers = [Membership(zero._all, 2, (), LIMIT) for _ in range(2)]
-    gives_up = Membership(zero._all, 3, (), LIMIT)
+    askers = [Membership(zero._log._all, 2, (), LIMIT) for _ in range(2)]
+    gives_up = Membership(zero._log._all, 3, (), LIMIT)
     monkeypatch.setattr(gives_up, "_check_answer", Mock(side_effect=ExchangeError("gives up")))
 
     def ask(asker: Membership) -> str:
@@ -412,7 +413,7 @@ def test_of_two_with_one_number_one_is_let_in(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(ExchangeError, match="gives up"):
             gives_up.join(replace(ASKS, member=3))
         gives_up.leave("could not join", alarm=True)
-        while sum("here" in line for line in zero._lines("0/asked")) < 3:
+        while sum("here" in line for line in zero._log.lines("asked")) < 3:
             time.sleep(0.01)
         zero.arrive(Arrival(member=0, step=5, why="", call=STEP))
         return str(zero.agree().members)
@@ -471,9 +472,9 @@ def test_a_worker_begins_where_it_makes_the_same_calls(
 ) -> None:
     """Before an update that nobody has made calls behind; not while one waits for others' calls."""
     members = memberships(len(arrivals))
-    Membership(members[0]._all, 9, (), LIMIT)  # who only asks later changes nothing
+    Membership(members[0]._log._all, 9, (), LIMIT)  # who only asks later changes nothing
     asked = Arrival(member=9, step=0, why="", joins=True)
-    members[0]._store.append("0/asked", json.dumps({"here": asdict(asked)}) + "\n")
+    members[0]._log.append("asked", here=asdict(asked))
     said = {
         membership: Arrival(member=membership.member, why="", **arrival)
         for membership, arrival in zip(members, arrivals, strict=True)
@@ -516,7 +517,7 @@ def test_one_that_was_stalled_for_long_is_out_whatever_it_finds() -> None:
             member.arrive(Arrival(member=member.member, step=step, why="", closed=(2,)))
         run_ranks(2, lambda group: (zero, one)[group.rank()].agree())
     zero.discard_past()
-    assert not [key for key in zero._all.list_keys() if key.startswith("members/0/")]
+    assert not [key for key in zero._log._all.list_keys() if key.startswith("members/0/")]
     two.arrive(Arrival(member=2, step=5, why=""))
     with pytest.raises(ExchangeError, match="the others went on without worker 2"):
         two.agree()

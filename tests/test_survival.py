@@ -25,7 +25,8 @@ from gossamer.algorithms import parse_algorithm
 from gossamer.errors import UserError
 from gossamer.gossip import ExchangeError, Gossip, decentralize
 from gossamer.gossip.epoch import Rules
-from gossamer.gossip.membership import STEP, Arrival, Decision, Membership
+from gossamer.gossip.epoch_log import STEP, Arrival, Decision
+from gossamer.gossip.membership import Membership
 from gossamer.topology import Schedule, parse, ring
 from gossamer.wire import parse_wire
 from tests.ranks import run_ranks
@@ -42,8 +43,8 @@ def vanish(gossip: Gossip) -> None:
     """End a rank that is a thread as the end of a process would: nothing is said."""
     epochs = gossip._worker.epochs
     membership: Any = epochs._membership
-    membership._ended.set()
-    membership._watcher.join()
+    membership._watcher.end()
+    membership._watcher._thread.join()
     epochs.current.drop()
     atexit.unregister(gossip._worker._leave)
     _VANISHED.append(gossip)

@@ -17,8 +17,9 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from gossamer.gossip.donation import Donation
 from gossamer.gossip.epoch import Epoch, EpochMaker
+from gossamer.gossip.epoch_log import Arrival, Decision, clone
 from gossamer.gossip.failures import ExchangeError, FailureDetector
-from gossamer.gossip.membership import Arrival, Decision, Membership, clone
+from gossamer.gossip.membership import Membership
 from gossamer.gossip.network import Network, num_parts
 from gossamer.gossip.notices import NoticeBoard, describe
 from gossamer.gossip.replica import Replica

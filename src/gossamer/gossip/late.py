@@ -16,8 +16,8 @@ from torch.distributed import (
 )
 
 from gossamer.errors import UserError
+from gossamer.gossip.epoch_log import CURRENT
 from gossamer.gossip.failures import ExchangeError
-from gossamer.gossip.membership import CURRENT
 from gossamer.gossip.notices import NoticeBoard
 from gossamer.launched import JOINS, NEW, RETURNED
 
