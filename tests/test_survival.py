@@ -291,7 +291,7 @@ def test_of_two_that_cannot_connect_one_stays() -> None:
     assert isinstance(first, Decision)
     assert isinstance(second, Decision)
     assert first.members == second.members == (0, 1)
-    assert "another member cannot connect with it" in str(third)
+    assert "another member cannot connect to it" in str(third)
 
 
 # - Real processes

@@ -23,11 +23,13 @@ from torch.distributed.distributed_c10d import PrefixStore
 from gossamer.gossip.failures import ExchangeError
 
 STEP = "optimizer.step()"
+"""``Arrival.call`` of a worker that waits before the update of a step."""
 
 CURRENT = "current"
-"""The key of the epoch that has begun last, and its members: who joins finds them there."""
+"""Key of the epoch that began last and its members; a worker that joins reads it."""
 
-Line: TypeAlias = Mapping[str, Any]
+Record: TypeAlias = Mapping[str, Any]
+"""One line of JSON."""
 
 _Answer = TypeVar("_Answer")
 
@@ -35,44 +37,44 @@ _Answer = TypeVar("_Answer")
 @final
 @dataclass(frozen=True, kw_only=True)
 class Arrival:
-    """What a member says when it asks for the next epoch."""
+    """The record by which a worker asks to be a member of the next epoch."""
 
     member: int
     step: int
-    """The step that it takes next, or is in before its update."""
+    """Its next step, or the one that it is in before the update."""
 
     why: str
-    """What it has seen."""
+    """The failure that it detected."""
 
     call: str = ""
-    """The collective call that it is in, or ``STEP`` where a step waits before its update."""
+    """The collective call that it is in, or ``STEP`` if it waits before an update."""
 
     updated: bool = False
-    """Whether it is right behind the update of a step, before it has made any other call."""
+    """Whether it has just updated its parameters, and made no collective call since."""
 
     joins: bool = False
-    """Whether it has nothing to go on from yet, and needs a donor."""
+    """Whether it has no trained state yet, and needs a donor."""
 
     token: str = ""
-    """What tells one that joins from another with its number."""
+    """Random, to tell two processes that ask to join as the same worker apart."""
 
     came_later: bool = False
-    """Whether it joined others that trained already."""
+    """Whether it joined a running job."""
 
     calls_done: int = 0
     """How many collective calls it has done its part of."""
 
     opened: bool = True
-    """Whether it had connected with all members of this epoch."""
+    """Whether it had connected to all members of this epoch."""
 
     timed_out: bool = False
-    """Whether a wait of it took too long; what it has seen is not only others' failure."""
+    """Whether one of its own waits timed out, rather than a connection closed or an alarm came."""
 
     closed: tuple[int, ...] = ()
-    """Members whose ends of connections are closed."""
+    """Members whose connections it saw close."""
 
     waited_for: tuple[int, ...] = ()
-    """Members that it waited for in vain."""
+    """The member that its failed wait was for, if there was exactly one."""
 
 
 @final
@@ -84,95 +86,98 @@ class Decision:
     """In the order of their ranks."""
 
     step: int
-    """The first step that all of them take together; who is behind gets there by local steps."""
+    """The first step that all of them mix in; a member that is behind takes local steps until
+    then."""
 
     calls_done: int
-    """How many collective calls all of them have done their part of."""
+    """How many collective calls every one of them has done its part of."""
 
     gone: Mapping[int, str] = field(default_factory=dict[int, str])
-    """Why others are no longer members."""
+    """Members of the epoch before that were removed, with the reason."""
 
     donors: Mapping[int, int] = field(default_factory=dict[int, int])
-    """For each member that joins, the one that it gets everything from."""
+    """For each member that joins, the one that sends its state."""
 
     tokens: Mapping[int, str] = field(default_factory=dict[int, str])
-    """For each of these, that of the worker which is let in."""
+    """For each member that joins, the ``Arrival.token`` of the process that was admitted."""
 
     entry: int = 0
-    """The step that they begin with."""
+    """The first step of members that join."""
 
     error: str = ""
-    """Why there is no next epoch: what failed is the program, not a worker."""
+    """Why there is no next epoch: the failure is a bug in the program, not a lost worker."""
 
 
 @final
 class EpochLog:
-    """One worker's access to what members write.
+    """One worker's access to the records.
 
     Args:
-        store: where, on a part of it that no other gossip uses.
-        member: what this worker is called.
-        answer_s: how long the store may take to answer.
+        store: a part of it that no other gossip uses.
+        member: this worker's number.
+        answer_s: deadline of a query, in seconds.
     """
 
     def __init__(self, store: Store, member: int, answer_s: float) -> None:
-        # A connection of its own: while one waits for a key, nothing else can be asked on it.
+        # A connection of its own: a client that blocks on a key serves no other query meanwhile.
         self._all = clone(store)
         self._store: Any = PrefixStore("members", self._all)  # torch's types lack append
         self._member = member
         self._answer_s = answer_s
         self.epoch = 0
-        """The epoch that is read and written where none is named."""
+        """The epoch whose records are read and written, unless a method is given another."""
 
-    # - Lines
+    # - Records
 
-    def append(self, name: str, epoch: int | None = None, **said: Any) -> None:
-        """Add a line to those of an epoch."""
-        key, line = self._key(name, epoch), json.dumps(said) + "\n"
-        self._ask(lambda: self._store.append(key, line))
+    def append(self, name: str, epoch: int | None = None, **record: Any) -> None:
+        """Append a record."""
+        key, line = self._key(name, epoch), json.dumps(record) + "\n"
+        self._query(lambda: self._store.append(key, line))
 
-    def lines(self, name: str, epoch: int | None = None) -> list[dict[str, Any]]:
-        """Return the lines of an epoch, in the order in which they were written."""
+    def records(self, name: str, epoch: int | None = None) -> list[dict[str, Any]]:
+        """Return all records under a name, oldest first."""
         key = self._key(name, epoch)
-        return self._ask(lambda: self._lines(key))
+        return self._query(lambda: self._records(key))
 
     def read(self) -> tuple[list[dict[str, Any]], ...]:
-        """Return the log, who has left, and who asks to join."""
+        """Return the log, the members that have left, and the requests to join."""
         keys = [self._key(name) for name in ("log", "left", "asked")]
-        return self._ask(lambda: tuple(map(self._lines, keys)))
+        return self._query(lambda: tuple(map(self._records, keys)))
 
     # - Values
 
     def begin(self, members: tuple[int, ...]) -> None:
-        """Note the members of the first epoch, unless another has."""
-        self._ask(lambda: self._store.compare_set(CURRENT, "", _current(0, members)))
+        """Write the members of the first epoch, unless another member has."""
+        self._query(lambda: self._store.compare_set(CURRENT, "", _current(0, members)))
 
     def advance(self, members: tuple[int, ...], following: tuple[int, ...]) -> None:
-        """Go to the next epoch, and note who is in it, unless another has."""
+        """Enter the next epoch, and write its members, unless another member has."""
+        # A worker that joins passes no members, so it never writes: it must not overwrite a later
+        # epoch with one that it learns of too late.
         before, after = _current(self.epoch, members), _current(self.epoch + 1, following)
-        self._ask(lambda: self._store.compare_set(CURRENT, before, after))
+        self._query(lambda: self._store.compare_set(CURRENT, before, after))
         self.epoch += 1
 
     def current(self) -> tuple[int, tuple[int, ...]]:
-        """Return the epoch that has begun last, and its members."""
-        epoch, members = json.loads(self._ask(lambda: self._store.get(CURRENT)))
+        """Return the epoch that began last, and its members."""
+        epoch, members = json.loads(self._query(lambda: self._store.get(CURRENT)))
         return epoch, tuple(members)
 
     def decide(self, proposal: Decision) -> None:
-        """Propose how the next epoch begins; the first proposal is the decision."""
+        """Write a proposal; the first one that is written is the decision."""
         key, value = self._key("decision"), json.dumps(asdict(proposal))
-        self._ask(lambda: self._store.compare_set(key, "", value))
+        self._query(lambda: self._store.compare_set(key, "", value))
 
     def decision(self) -> Decision | None:
-        """Return how the next epoch begins, where that is decided."""
-        return self._ask(self._decision)
+        """Return the decision, if there is one yet."""
+        return self._query(self._decision)
 
     def is_seen(self) -> bool:
-        """Return whether a member has seen who asks to join."""
-        return self._ask(lambda: self.has("seen", self.epoch))
+        """Return whether a member has read a request to join."""
+        return self._query(lambda: self.has("seen", self.epoch))
 
     def discard_past(self) -> None:
-        """Remove from the store what the epochs before the last one have left there."""
+        """Delete the records of all epochs but this one and the one before."""
 
         def discard() -> None:
             for key in self._all.list_keys():
@@ -180,16 +185,16 @@ class EpochLog:
                     self._all.delete_key(key)
 
         with contextlib.suppress(RuntimeError):
-            self._ask(discard)
+            self._query(discard)
 
-    # - Without a limit of time, for a thread that nobody waits for
+    # - Without a deadline: only for a thread that nothing waits for
 
     def has(self, name: str, epoch: int) -> bool:
-        """Return whether anything of that name is written."""
+        """Return whether a key exists."""
         return self._store.check([self._key(name, epoch)])
 
     def mark(self, name: str, epoch: int) -> None:
-        """Write that name, with nothing."""
+        """Create a key without a value."""
         self._store.set(self._key(name, epoch), "")
 
     # - The store
@@ -197,29 +202,29 @@ class EpochLog:
     def _key(self, name: str, epoch: int | None = None) -> str:
         return f"{self.epoch if epoch is None else epoch}/{name}"
 
-    def _lines(self, key: str) -> list[dict[str, Any]]:
-        text = self._store.get(key).decode() if self._store.check([key]) else ""
-        return [json.loads(line) for line in text.splitlines()]
+    def _records(self, key: str) -> list[dict[str, Any]]:
+        lines = self._store.get(key).decode() if self._store.check([key]) else ""
+        return [json.loads(line) for line in lines.splitlines()]
 
     def _decision(self) -> Decision | None:
         key = self._key("decision")
         if not self._store.check([key]):
             return None
-        said: dict[str, Any] = json.loads(self._store.get(key))
-        said["members"] = tuple(said["members"])  # a list in JSON, whose keys are strings
-        for field_name in ("gone", "donors", "tokens"):
-            said[field_name] = {int(member): of for member, of in said[field_name].items()}
-        return Decision(**said)
+        fields: dict[str, Any] = json.loads(self._store.get(key))
+        fields["members"] = tuple(fields["members"])  # JSON has lists, and strings as keys
+        for name in ("gone", "donors", "tokens"):
+            fields[name] = {int(member): value for member, value in fields[name].items()}
+        return Decision(**fields)
 
-    def _ask(self, question: Callable[[], _Answer]) -> _Answer:
-        """Return the store's answer; on a thread, because one that is cut off never gives any."""
+    def _query(self, question: Callable[[], _Answer]) -> _Answer:
+        """Return the store's answer; on a thread, because an unreachable store never answers."""
         answers: list[_Answer] = []
         errors: list[Exception] = []
 
         def run() -> None:
             try:
                 answers.append(question())
-            except Exception as error:  # this thread has nobody to tell
+            except Exception as error:  # raised below, in the thread that asked
                 errors.append(error)
 
         thread = threading.Thread(target=run, name="gossamer-ask", daemon=True)
@@ -227,33 +232,33 @@ class EpochLog:
         thread.join(self._answer_s)
         if answers:
             return answers[0]
-        if errors and not isinstance(errors[0], RuntimeError):  # not of the store
+        if errors and not isinstance(errors[0], RuntimeError):  # not an error of the store
             raise errors[0]
-        said = f": {errors[0]}" if errors else f" within {self._answer_s:g} s"
+        detail = f": {errors[0]}" if errors else f" within {self._answer_s:g} s"
         raise ExchangeError(
             f"members must reach the store to agree on who goes on, and worker {self._member} got "
-            f"no answer{said}; it leaves. Look for a network that is cut, or for the process that "
-            "holds the store"
+            f"no answer{detail}; this worker leaves. Check the network, and the process that holds "
+            "the store"
         )
 
 
-def arrivals_in(log: Sequence[Line]) -> dict[int, Arrival]:
-    """Return who asks for the next epoch, in the order in which they did, by member."""
+def arrivals_in(log: Sequence[Record]) -> dict[int, Arrival]:
+    """Return each worker's last arrival that it has not withdrawn, in the order of the first."""
     found: dict[int, Arrival] = {}
-    for line in log:
-        if "withdraws" in line:
-            member, token = line["withdraws"]
+    for record in log:
+        if "withdraws" in record:
+            member, token = record["withdraws"]
             if member in found and found[member].token == token:
                 del found[member]
-        if "here" in line:
-            said: dict[str, Any] = line["here"]
-            said |= {name: tuple(said[name]) for name in ("closed", "waited_for")}  # lists in JSON
-            found[said["member"]] = Arrival(**said)
+        if "here" in record:
+            fields: dict[str, Any] = record["here"]
+            fields |= {name: tuple(fields[name]) for name in ("closed", "waited_for")}  # from lists
+            found[fields["member"]] = Arrival(**fields)
     return found
 
 
 def clone(store: Store) -> Store:
-    """Return the same store, on a connection of its own."""
+    """Return the same store on a new connection."""
     untyped: Any = store
     return untyped.clone()
 
@@ -263,7 +268,7 @@ def _current(epoch: int, members: tuple[int, ...]) -> str:
 
 
 def _is_past(key: str, epoch: int) -> bool:
-    """Whether a key is of an epoch before the last one.
+    """Return whether a key belongs to an epoch before the last one.
 
     >>> [_is_past(key, 2) for key in ("members/0/log", "members/1/log", "members/current", "facts")]
     [True, False, False, False]
@@ -272,4 +277,4 @@ def _is_past(key: str, epoch: int) -> bool:
     number = rest.partition("/")[0]
     if kind in ("members", "epoch"):
         return number.isdecimal() and int(number) < epoch - 1
-    return epoch > 1 and key != "facts"  # all else is of the first
+    return epoch > 1 and key != "facts"  # other keys belong to the first epoch

@@ -2,7 +2,7 @@
 
 Every member may propose at any time, and the store keeps the first proposal. A proposal therefore
 depends only on the records of the epoch and on how long other members have been silent. Anything
-else that this worker knows must be part of its ``Arrival``, or members would propose differently.
+else that a worker knows must be part of its ``Arrival``, or members would propose differently.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import final
 
-from gossamer.gossip.epoch_log import STEP, Arrival, Decision, Line, arrivals_in
+from gossamer.gossip.epoch_log import STEP, Arrival, Decision, Record, arrivals_in
 
 _CLOSED_S = 0.25
-"""How long a worker whose connections closed has to say that it is there."""
+"""How long a worker whose connections closed has to write that it is alive."""
 
 READY_S = 1.0
-"""How long a member that has waited for a decision may take to see it."""
+"""How long a member that waits for a decision may take to read it."""
 
-NOTHING_LEFT = (
-    "a worker that joins needs one to get parameters from, and of those who had any nobody is "
-    "left; start the job again, from a checkpoint"
+NO_DONOR = (
+    "a worker that joins needs a donor, and every worker that had trained is lost; restart the job "
+    "from a checkpoint"
 )
 
 
 @final
-class Listener:
-    """Knows how long others have been waited for, and have said nothing.
+class SilenceClock:
+    """Measures how long members have been waited for, and how long each has been silent.
 
     Args:
-        timeout_s: how long a member that is there may take to come.
-        answer_s: how long it may say nothing.
+        timeout_s: how long a member that is alive may take to arrive.
+        answer_s: how long it may be silent.
     """
 
     def __init__(self, timeout_s: float, answer_s: float) -> None:
@@ -41,43 +41,44 @@ class Listener:
         self._began = time.monotonic()
         self._heard: dict[int, tuple[int, float]] = {}
 
-    def hear(self, log: Sequence[Line]) -> None:
-        """Note who has said something since the log was read last."""
+    def update(self, log: Sequence[Record]) -> None:
+        """Reset the silence of members that have written since the last call."""
         now = time.monotonic()
-        for member, times in Counter(line["alive"] for line in log if "alive" in line).items():
-            if times != self._heard.get(member, (0, 0.0))[0]:
-                self._heard[member] = times, now
+        written = Counter(record["alive"] for record in log if "alive" in record)
+        for member, num_records in written.items():
+            if num_records != self._heard.get(member, (0, 0.0))[0]:
+                self._heard[member] = num_records, now
 
     def why_gone(self, member: int, arrivals: Mapping[int, Arrival]) -> str:
-        """Say why a member that has not arrived is gone; nothing where it may still come."""
+        """Return why a member that has not arrived counts as lost; empty while it may arrive."""
         waited_s = time.monotonic() - self._began
         if member in self._heard:
-            # It may itself be in a wait that has just begun, and then needs time to answer.
+            # Its own wait may have begun only now, and has to time out before it can arrive.
             if waited_s > self._timeout_s + self._answer_s:
-                return "it did not come within the timeout"
+                return "it did not arrive within the timeout"
             silent_s = time.monotonic() - self._heard[member][1]
-            return "it gave no further answer" if silent_s > self._answer_s else ""
+            return "it stopped answering" if silent_s > self._answer_s else ""
         if any(member in arrival.closed for arrival in arrivals.values()):
-            return "its connections broke" if waited_s > min(_CLOSED_S, self._answer_s) else ""
+            return "its connections closed" if waited_s > min(_CLOSED_S, self._answer_s) else ""
         connecting = any(not arrival.opened for arrival in arrivals.values())
-        enough_s = min(READY_S, self._answer_s) if connecting else self._answer_s
-        return "it gave no answer" if waited_s > enough_s else ""
+        limit_s = min(READY_S, self._answer_s) if connecting else self._answer_s
+        return "it did not answer" if waited_s > limit_s else ""
 
 
 def propose(
     members: tuple[int, ...],
-    log: Sequence[Line],
-    left: Sequence[Line],
-    asked: Sequence[Line],
-    listener: Listener,
+    log: Sequence[Record],
+    left: Sequence[Record],
+    asked: Sequence[Record],
+    clock: SilenceClock,
 ) -> Decision | None:
-    """Return the next epoch, as far as one can tell; None where that is too early."""
+    """Return the next epoch; None while a member may still arrive."""
     arrivals = arrivals_in(log)
-    gone: dict[int, str] = {line["left"]: line["why"] for line in left}
-    gone |= {line["dead"]: line["why"] for line in log if "dead" in line}
+    gone: dict[int, str] = {record["left"]: record["why"] for record in left}
+    gone |= {record["dead"]: record["why"] for record in log if "dead" in record}
     for member in members:
         if member not in arrivals and member not in gone:
-            why = listener.why_gone(member, arrivals)
+            why = clock.why_gone(member, arrivals)
             if not why:
                 return None
             gone[member] = why
@@ -85,9 +86,10 @@ def propose(
     if not here:
         return None
     if not gone:
-        # A member that still joins could not connect, or got nothing; and nobody else is lost.
+        # Nobody is lost, so the epoch failed because a joiner could not connect or got no state.
+        # Without this rule it would be admitted, and fail, again and again.
         stuck = [arrival.member for arrival in here if arrival.joins]
-        gone |= dict.fromkeys(stuck, "it was let in, and could not connect with all others")
+        gone |= dict.fromkeys(stuck, "it was admitted, and could not connect to all others")
         here = [arrival for arrival in here if not arrival.joins] or here
     joining = {
         arrival.member: arrival.token
@@ -96,19 +98,20 @@ def propose(
     }
     here = [arrival for arrival in here if not arrival.joins]
     if not here:
-        return Decision(members=(), step=0, calls_done=0, error=NOTHING_LEFT)
+        return Decision(members=(), step=0, calls_done=0, error=NO_DONOR)
     present = {arrival.member for arrival in here}
     error = ""
-    # The first to arrive saw what happened first: others see that it let go of its connections.
+    # Only the first arrival shows the original failure: the others may have failed because the
+    # first one closed its connections.
     if len(here) == len(members) and next(iter(arrivals.values())).timed_out:
-        if (odd := _odd_one(here)) is not None:
-            gone[odd] = f"it joined, and does otherwise than they: {_error_of_program(here)}"
-            here = [arrival for arrival in here if arrival.member != odd]
-        error = _error_of_program(here)
+        if (diverged := _diverged_joiner(here)) is not None:
+            gone[diverged] = f"it joined, and makes other calls: {_program_error(here)}"
+            here = [arrival for arrival in here if arrival.member != diverged]
+        error = _program_error(here)
         if (unreachable := _unreachable(here)) is not None:
-            gone[unreachable] = "another member cannot connect with it, though both are there"
+            gone[unreachable] = "another member cannot connect to it, though both are alive"
             here = [arrival for arrival in here if arrival.member != unreachable]
-    entry = _entry(here)
+    entry = _entry_step(here)
     donors = (
         {}
         if entry is None
@@ -126,25 +129,26 @@ def propose(
     )
 
 
-def _entry(here: Sequence[Arrival]) -> int | None:
-    """Return the step that a worker can begin with and make the same calls as the others.
+def _entry_step(here: Sequence[Arrival]) -> int | None:
+    """Return the step that a joiner begins with, such that it makes the same calls as the others.
 
-    It comes from its own beginning right before the update of a step. So it makes no call that
-    comes before that update, and all calls after it. Where the first of the others waits before an
-    update, too, all calls up to there are made. Where it is right behind one, a worker that joins
-    begins one step earlier. Where it is in a call that others have yet to make, there is no step.
+    A joiner begins right before the update of its first step: it makes no collective call that
+    precedes this update, and every call that follows. If the member that is furthest ahead also
+    waits before an update, the joiner begins with that step. If it has just updated, the joiner
+    begins one step earlier. If it is in a collective call that others have yet to make, no step
+    fits, and the joiner has to ask again.
     """
     last = max(arrival.step for arrival in here)
-    first = [arrival for arrival in here if arrival.step == last]
-    if any(arrival.call == STEP for arrival in first):
+    ahead = [arrival for arrival in here if arrival.step == last]
+    if any(arrival.call == STEP for arrival in ahead):
         return last
-    return last - 1 if all(arrival.updated for arrival in first) else None
+    return last - 1 if all(arrival.updated for arrival in ahead) else None
 
 
 def _donor(here: Sequence[Arrival], joiner: int) -> int:
-    """Return the member that a joiner gets everything from: the one before it that is ahead.
+    """Return the donor of a joiner: of the members furthest ahead, the next lower number.
 
-    Not one in a collective call, whose parameters may be the average of all.
+    A member in a collective call cannot be one: its parameters may be the average of all.
     """
     last = max(arrival.step for arrival in here)
     ahead = [
@@ -155,34 +159,34 @@ def _donor(here: Sequence[Arrival], joiner: int) -> int:
     return max((member for member in ahead if member < joiner), default=ahead[-1])
 
 
-def _apart(here: Sequence[Arrival]) -> tuple[Arrival, Arrival] | None:
-    """Return a member that waits in a call, and one that is past it."""
+def _diverged_pair(here: Sequence[Arrival]) -> tuple[Arrival, Arrival] | None:
+    """Return a member that waits in a collective call, and one that has gone past that call."""
     pairs = ((one, other) for one in here for other in here if _has_passed(other, one))
     return next(pairs, None)
 
 
-def _odd_one(here: Sequence[Arrival]) -> int | None:
-    """Return who must go where one that came later makes other calls than the others."""
-    late = [arrival.member for arrival in _apart(here) or () if arrival.came_later]
+def _diverged_joiner(here: Sequence[Arrival]) -> int | None:
+    """Return the member to remove where one that joined makes other calls than the rest."""
+    late = [arrival.member for arrival in _diverged_pair(here) or () if arrival.came_later]
     return late[-1] if late else None
 
 
-def _error_of_program(here: Sequence[Arrival]) -> str:
-    """Say why nobody is gone, and yet they waited in vain: not all make the same calls."""
-    apart = _apart(here)
-    if apart is None:
+def _program_error(here: Sequence[Arrival]) -> str:
+    """Return the error if no member is lost but not all make the same calls; else empty."""
+    pair = _diverged_pair(here)
+    if pair is None:
         return ""
-    one, other = apart
+    one, other = pair
     return (
-        "all workers must make the same calls, and all are there, but they waited for each other "
-        f"in vain: worker {one.member} called {one.call} at step {one.step}, and worker "
+        "all workers must make the same calls, and none is lost, but they waited for each other "
+        f"until the timeout: worker {one.member} called {one.call} at step {one.step}, and worker "
         f"{other.member} was in {other.call or 'optimizer.step()'} at step {other.step}; every "
         "worker must make this call, put the `if` inside"
     )
 
 
 def _has_passed(other: Arrival, one: Arrival) -> bool:
-    """Whether a member went past the place where another waits for it in a collective call."""
+    """Return whether a member has gone past the collective call in which another waits for it."""
     if one.call in ("", STEP) or other.calls_done != one.calls_done or other.call == one.call:
         return False
     in_another_call = other.call not in ("", STEP)
@@ -190,7 +194,7 @@ def _has_passed(other: Arrival, one: Arrival) -> bool:
 
 
 def _unreachable(here: Sequence[Arrival]) -> int | None:
-    """Return who must go where two members are there and could not connect."""
+    """Return the member to remove where two are alive and cannot connect: the higher number."""
     present = {arrival.member for arrival in here}
     pairs = [
         max(arrival.member, peer)
