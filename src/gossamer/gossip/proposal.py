@@ -75,7 +75,6 @@ def propose(
     """Return the next epoch; None while a member may still arrive."""
     arrivals = arrivals_in(log)
     gone: dict[int, str] = {record["left"]: record["why"] for record in left}
-    gone |= {record["dead"]: record["why"] for record in log if "dead" in record}
     for member in members:
         if member not in arrivals and member not in gone:
             why = clock.why_gone(member, arrivals)
