@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
@@ -27,7 +29,7 @@ from gossamer.gossip import Checkpoints, ExchangeError, Gossip, decentralize, la
 from gossamer.gossip.donation import Donation
 from gossamer.gossip.epoch_log import STEP, Arrival, Decision
 from gossamer.gossip.membership import Membership
-from gossamer.gossip.network import Network
+from gossamer.gossip.network import Network, num_parts
 from gossamer.launched import JOINS, NEW, RETURNED
 from tests.ranks import run_ranks
 from tests.reference import loss_of, make_model
@@ -580,6 +582,24 @@ def test_a_donor_that_cannot_serialize_its_state_continues() -> None:
         match=r"donor must be able to serialize its state, and cannot: a state must .* got set",
     ):
         Donation(make_model(), [optimizer]).load(given)
+
+
+def test_a_donor_copies_one_part_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It holds its model and the serialized state; a third copy may not fit in memory."""
+    monkeypatch.setattr("gossamer.gossip.network._PART_BYTES", 2**16)
+    data = os.urandom(2**22 + 1)
+    sent = hashlib.blake2b()
+    network: Any = Mock(spec=Network, rank=0, _wait=lambda work, what, peer: work())
+    network._open_lane.return_value.send = lambda tensors, *_: sent.update(tensors[0].numpy())
+    each_part = Mock()
+    tracemalloc.start()
+    Network.send(network, data, 1, each_part)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < len(data) / 8
+    assert each_part.call_count == num_parts(len(data))
+    header = len(data).to_bytes(8, "little") + hashlib.blake2b(data, digest_size=32).digest()
+    assert sent.digest() == hashlib.blake2b(header + data).digest()
 
 
 @pytest.mark.timeout(200)

@@ -32,6 +32,7 @@ _PART_BYTES = 2**26
 """The most that one message carries, and so one timeout covers."""
 
 _DIGEST_BYTES = 32
+_HEADER_BYTES = 8 + _DIGEST_BYTES
 
 MOST_ROUNDS_CONNECTED = 64
 """Of a schedule with a period; more would need too many sockets. The handshake compares as many:
@@ -50,10 +51,6 @@ def rounds_to_connect(schedule: Schedule) -> Iterable[Round]:
 def num_parts(num_bytes: int) -> int:
     """Return in how many messages ``send`` sends bytes, each with the timeout of a message."""
     return 1 + max(-(-num_bytes // _PART_BYTES), 1)  # a header, and at least one part
-
-
-def _header(num_bytes: int, digest: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(num_bytes.to_bytes(8, "little") + digest), dtype=torch.uint8)
 
 
 @final
@@ -106,12 +103,14 @@ class Network:
             each_part: called after each of ``num_parts`` messages.
         """
         digest = hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
-        header = _header(len(data), digest)
-        content = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        header = len(data).to_bytes(8, "little") + digest
+        starts, view = range(0, len(data), _PART_BYTES), memoryview(data)
         lane = self._open_lane(self.rank, receiver)
-        for part in (header, *content.split(_PART_BYTES)):
-            what = f"rank {receiver} to receive its donor's state"
-            self._wait(lambda part=part: lane.send([part], 1, _TAG), what, receiver)
+        what = f"rank {receiver} to receive its donor's state"
+        for part in (header, *(view[start : start + _PART_BYTES] for start in starts)):
+            # torch needs writable memory: copy one part at a time, or the donor holds all twice.
+            content = torch.frombuffer(bytearray(part), dtype=torch.uint8)
+            self._wait(lambda content=content: lane.send([content], 1, _TAG), what, receiver)
             each_part()
 
     def receive(self, sender: int, each_part: Callable[[], object]) -> bytes:
@@ -126,7 +125,7 @@ class Network:
         """
         lane = self._open_lane(sender, self.rank)
         what = f"the state of rank {sender}"
-        header = torch.empty_like(_header(0, bytes(_DIGEST_BYTES)))
+        header = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
         self._wait(lambda: lane.recv([header], 0, _TAG), what, sender)
         each_part()
         raw = header.numpy().tobytes()
