@@ -28,8 +28,10 @@ from gossamer.errors import UserError
 from gossamer.gossip import Checkpoints, ExchangeError, Gossip, decentralize, late
 from gossamer.gossip.donation import Donation
 from gossamer.gossip.epoch_log import STEP, Arrival, Decision
+from gossamer.gossip.failures import FailureDetector
 from gossamer.gossip.membership import Membership
 from gossamer.gossip.network import Network, num_parts
+from gossamer.gossip.notices import NoticeBoard
 from gossamer.launched import JOINS, NEW, RETURNED
 from tests.ranks import run_ranks
 from tests.reference import loss_of, make_model
@@ -334,6 +336,27 @@ def test_a_worker_that_nobody_admits_says_why(monkeypatch: pytest.MonkeyPatch) -
         member.leave("ended its gossip", alarm=False)
     with pytest.raises(ExchangeError, match=r"\(0, 1\), and they have ended: worker 0 ended its"):
         Membership(store, 2, (), limit).join(ASKS)
+
+
+def test_a_request_to_join_costs_two_queries_per_step() -> None:
+    """On any number of ranks; while one has yet to connect, nobody is admitted."""
+    store = HashStore()
+    groups = [ProcessGroup(store, rank, 20) for rank in range(20)]
+    boards = [NoticeBoard(group, LIMIT) for group in groups]
+    first, *others = (FailureDetector(board, lambda: None) for board in boards)
+    first.watch()
+    assert not first.has_made_all_calls()
+    for other in others:
+        other.watch()
+    asked = first.board.store = Mock(wraps=first.board.store)
+    assert first.has_made_all_calls()
+    with others[-1].calling("averaged()"):
+        assert not first.has_made_all_calls()
+    assert len(asked.method_calls) == 2 * 2
+    with first.calling("averaged()"):
+        assert first.has_made_all_calls()
+    for detector in (first, *others):
+        detector.end()
 
 
 def test_a_worker_that_asks_after_training_failed_gets_the_error() -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -27,8 +26,6 @@ _BLOCKED_S = 1.0
 
 _WARN_S = 10.0
 """After how long a blocked rank logs a warning; the next ones after twice as long each."""
-
-_UNKNOWN = sys.maxsize
 
 _MAX_PEERS_READ = 4
 """Of how many peers a blocked rank reads the notices for its warning."""
@@ -114,7 +111,7 @@ class FailureDetector:
         """Note that this rank is in a collective call, and post it for ranks that are not."""
         self._place = replace(self._place, call=call, call_number=self._place.call_number + 1)
         with contextlib.suppress(RuntimeError):  # healthy ranks train on without the store
-            self.board.post_call(self._place)
+            self.board.post_call(self._place.numbered_call)
         try:
             yield
         finally:
@@ -122,9 +119,8 @@ class FailureDetector:
 
     def has_made_all_calls(self) -> bool:
         """Return whether no other rank is in a collective call that this one has yet to make."""
-        ranks = range(self.board.size)
-        latest = self.board.ask(lambda: max(map(self.board.call_number, ranks)), _UNKNOWN)
-        return latest <= self._place.call_number
+        numbers = self.board.ask(self.board.call_numbers, [])
+        return bool(numbers) and max(numbers) <= self._place.call_number
 
     def awaits(self, what: str, peers: tuple[int, ...]) -> None:
         """Note the next wait, on any thread, and the ranks that can end it."""
@@ -147,6 +143,8 @@ class FailureDetector:
 
     def watch(self) -> None:
         """Start the thread that posts a notice when this rank is blocked for long."""
+        if self.survives:  # else nobody joins, and call_numbers() is not asked for
+            self.board.post_call("")
         self._watcher.start()
 
     def _watch(self) -> None:

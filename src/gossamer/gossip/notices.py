@@ -122,17 +122,22 @@ class NoticeBoard:
         notice = Notice(**json.loads(posted))
         return replace(notice, peers=tuple(notice.peers))  # a list in JSON
 
-    def post_call(self, notice: Notice) -> None:
-        """Post the collective call that this rank has begun."""
-        self.store.set(f"call/{self.rank}", notice.numbered_call)
+    def post_call(self, numbered_call: str) -> None:
+        """Post the collective call that this rank has begun; empty before the first."""
+        self.store.set(f"call/{self.rank}", numbered_call)
 
     def call_of(self, rank: int) -> str:
         """Return the last collective call that a rank has begun, with its number."""
         return self._get(f"call/{rank}")
 
-    def call_number(self, rank: int) -> int:
-        """Return how many collective calls a rank has begun."""
-        return int(self.call_of(rank).partition(" ")[0] or 0)
+    def call_numbers(self) -> list[int]:
+        """Return how many collective calls each rank has begun; none if one has yet to post.
+
+        Two queries for any number of ranks: all of them ask in every step while a worker joins.
+        """
+        keys = [f"call/{rank}" for rank in range(self.size)]
+        calls = self.store.multi_get(keys) if self.store.check(keys) else []
+        return [int(call.decode().partition(" ")[0] or 0) for call in calls]
 
     def discard(self) -> None:
         """Give up this board; the last rank to do so deletes all its keys.
