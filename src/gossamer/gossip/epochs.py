@@ -95,7 +95,7 @@ class Epochs:
         """End this epoch if a worker asks to join; called before the update of a step.
 
         Not while another member is in a collective call that this one has yet to make: the worker
-        would begin after that call, and the others would wait for it there.
+        would not make that call, so there is no step that it could begin with.
         """
         if self._membership is not None and self._membership.has_request:
             detector = self.current.network.detector
