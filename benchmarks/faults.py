@@ -1,12 +1,13 @@
-"""What every rank says when one of them fails: real processes, real kills.
+"""The error on every rank when one of them fails, in real processes with real signals.
 
     python -m benchmarks.faults [--continue] [--timeout 5] [--workers 4] [--together 5] [FAULT ...]
 
-Each fault happens at step 20 of a loop, or earlier. Printed for every rank that lives: the seconds
-from the fault to its error, and the error. Processes are forked from one that has imported torch,
-so a fault costs its timeout and little more. With ``--continue`` those who live go on, and printed
-is how long after the fault the last of them took its next step (``benchmarks.survival``); one at a
-time, for those who play at once hold each other up. Links are cut in a lab, as root.
+Each fault happens at step 20 of a training loop, or earlier. For every surviving rank it prints the
+seconds from the fault to its error, and the error. Processes are forked from one that has imported
+torch, so a fault takes its timeout and little more. With ``--continue`` survivors continue, and it
+prints how long after the fault the last of them completed its next step (``benchmarks.survival``);
+run these with ``--together 1``, because concurrent faults slow each other down. Links are cut in a
+lab, as root.
 """
 
 from __future__ import annotations
@@ -46,19 +47,19 @@ _END_S = 15.0
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that goes wrong."""
+    """One fault."""
 
     culprit: int
     """The rank that it happens on."""
 
     cause: str
-    """What every other rank's error must say."""
+    """What every other rank's error must contain."""
 
     happen: Callable[[Gossip], object]
-    """What the culprit does in place of its step."""
+    """Called on the culprit before its step."""
 
     topology: str | Callable[[int, int], Schedule] = "ring"
-    """A text, or a function of the rank and the number of workers."""
+    """A string, or a function of the rank and the number of workers."""
 
     everywhere: bool = False
     """Whether every rank does it."""
@@ -67,7 +68,7 @@ class Fault:
     """Whether the culprit raises no error of its own."""
 
     step: int | None = FAULT_STEP
-    """When it happens; None for after the handshake and before ranks are connected."""
+    """When it happens; None for between the handshake and the connections."""
 
     stored_on_0: bool = False
     """Whether rank 0's process holds the store, as without torchrun."""
@@ -114,7 +115,7 @@ def _keep_alone(gossip: Gossip) -> None:
 
 
 def _average_or_measure(gossip: Gossip) -> None:
-    """Make another call than the rest."""
+    """Make another collective call on rank 1 than on the others."""
     if gossip.rank == 1:
         gossip.consensus_distance()
     else:
@@ -126,7 +127,7 @@ def _go_on(gossip: Gossip) -> None:
 
 
 def _deviating(rank: int, num_workers: int) -> Schedule:
-    """A schedule that is another one on rank 2, from the step of the fault on."""
+    """Return a schedule that differs on rank 2 from the step of the fault on."""
     usual, other = ring(num_workers), parse("star", num_workers).round(0)
 
     def build(step: int) -> Round:
@@ -136,7 +137,7 @@ def _deviating(rank: int, num_workers: int) -> Schedule:
 
 
 def _meets_late(rank: int, num_workers: int) -> Schedule:
-    """A schedule in which most ranks are neighbours for the first time after the fault."""
+    """Return a schedule in which most ranks are first connected after the fault."""
     pairs = parse("one_peer_exponential", num_workers)
 
     def build(step: int) -> Round:
@@ -187,7 +188,7 @@ FAULTS: dict[str, Fault] = {
 
 @dataclass(frozen=True)
 class Answer:
-    """What one rank said."""
+    """The error of one rank."""
 
     rank: int
     seconds: float
@@ -204,13 +205,13 @@ class Running:
     """Process ids, in the order of ranks."""
 
     holder: int | None
-    """The process that holds the store, where no rank does."""
+    """The process that holds the store, unless rank 0 does."""
 
 
 def start(name: str, num_workers: int, timeout_s: float) -> Running:
-    """Start the ranks that a fault will happen to."""
+    """Start the ranks of a fault."""
     fault = FAULTS[name]
-    # No `with`: a forked process unwinds through this frame, and must not remove the folder.
+    # Not a `with`: a forked process unwinds through this frame, and must not delete the folder.
     folder = Path(tempfile.mkdtemp(prefix="gossamer-faults-"))
     holder = None if fault.stored_on_0 else _fork(lambda: _hold_store(folder))
     ranks = [
@@ -221,7 +222,7 @@ def start(name: str, num_workers: int, timeout_s: float) -> Running:
 
 
 def collect(running: Running, timeout_s: float) -> list[Answer]:
-    """Wait for the ranks to end; return what every one said that could."""
+    """Wait for the ranks to end; return the errors of those that raised."""
     codes = _reap(running.ranks, 2 * timeout_s + 2 * _END_S)
     if running.holder is not None:
         os.kill(running.holder, signal.SIGKILL)
@@ -236,7 +237,7 @@ def collect(running: Running, timeout_s: float) -> list[Answer]:
 
 
 def _fork(body: Callable[[], None]) -> int:
-    """Run a function in a process of its own, that ends as a script does."""
+    """Run a function in a forked process, which ends as a script does."""
     sys.stdout.flush()
     pid = os.fork()
     if pid == 0:
@@ -247,7 +248,7 @@ def _fork(body: Callable[[], None]) -> int:
 
 
 def _reap(pids: list[int], patience_s: float) -> list[int]:
-    """Wait for all processes; end those that are left. Return their exit codes."""
+    """Wait for all processes, kill those that do not end, and return exit codes."""
     codes: dict[int, int] = {}
     deadline = time.monotonic() + patience_s
     while len(codes) < len(pids) and time.monotonic() < deadline:
@@ -271,7 +272,7 @@ def _is_stopped(pid: int) -> bool:
 
 
 def _work(fault: Fault, rank: int, num_workers: int, timeout_s: float, folder: Path) -> None:
-    """Train on one rank until the fault, and note what comes of it."""
+    """Train on one rank until the fault, and write its error to a file."""
     torch.set_num_threads(1)
     holds = fault.stored_on_0 and rank == 0
     store = _open_store(folder) if holds else _join_store(folder)
@@ -332,7 +333,7 @@ def _join_store(folder: Path) -> TCPStore:
 
 
 def _hold_store(folder: Path) -> None:
-    """Keep the store as torchrun's agent does, until the end by a signal."""
+    """Hold the store, as torchrun's agent does, until killed."""
     _store = _open_store(folder)
     time.sleep(600)
 
@@ -340,10 +341,10 @@ def _hold_store(folder: Path) -> None:
 def rows(
     names: list[str], num_workers: int, timeout_s: float, together: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield one row per fault and rank that lived; some faults at a time, for they mostly wait."""
+    """Yield one row per fault and surviving rank; several faults at a time, as they mostly wait."""
     torch.set_num_threads(1)
-    torch.optim.SGD(nn.Linear(1, 1).parameters())  # imports much, and only once before the forks
-    gc.freeze()  # or each of them would look for garbage in all of it when it ends
+    torch.optim.SGD(nn.Linear(1, 1).parameters())  # triggers imports, once before the forks
+    gc.freeze()  # else every fork collects the parent's garbage when it ends
     for batch in (names[i : i + together] for i in range(0, len(names), together)):
         running = [start(name, num_workers, timeout_s) for name in batch]
         for name, processes in zip(batch, running, strict=True):
@@ -352,7 +353,7 @@ def rows(
 
 
 def print_survival(names: list[str], timeout_s: float, together: int, *, as_json: bool) -> None:
-    """Print what those who are left do."""
+    """Print a row per fault about its survivors."""
     if not as_json:
         print("| fault | survivors | seconds | steps lost | all went on | others said why |")
         print("|---|---|---|---|---|---|")

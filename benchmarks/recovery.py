@@ -1,12 +1,12 @@
-"""One of four workers is killed: how long until the others go on, here and with torchft.
+"""Recovery time after one of four workers is killed, with gossamer and with torchft.
 
     python -m benchmarks.recovery [--rounds 5] [--timeout 5]
 
-Ours, by gossip and by an average over all workers in every step, beside torchft's fault tolerant
-DDP over Gloo with its lighthouse (``pip install '.[peers]'``), which all-reduces gradients. Every
-method trains the same model, at the same pace, with the same timeout, in processes that are forked
-from one; they take turns. *Seconds* is from the kill to when the last survivor has completed a step
-without the one that is gone, *steps lost* those that survivors computed and threw away.
+Compares gossip, and an average over all workers in every step, with torchft's fault-tolerant DDP
+over Gloo and its lighthouse (``pip install '.[peers]'``), which all-reduces gradients. Every method
+trains the same model at the same pace with the same timeout, in processes forked from one parent;
+methods are interleaved. *Seconds* is the time from the kill until the last survivor has completed a
+step without the lost worker, *steps lost* counts steps that survivors computed and discarded.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _ours(topology: str, algorithm: str) -> Callable[[float], Running]:
 
 
 def _torchft(*options: str) -> Callable[[float], Running]:
-    """Start replicas of one worker each, and the lighthouse that they agree through."""
+    """Return a function that starts the lighthouse, and replicas of one worker each."""
 
     def start(timeout_s: float) -> Running:
         scene = Scene(timeout_s=timeout_s)
@@ -106,7 +106,7 @@ def _work_by_torchft(scene: Scene, rank: int, folder: Path, port: int) -> None:
             wrapped(torch.randn(8, 200)).square().mean().backward()
             optimizer.step()
             file.write(f"{time.time()} {manager.current_step()} {manager.num_participants()}\n")
-    # It ends all at once: what else it has running may outlive its peers' patience.
+    # Exit at once: torchft's threads may outlive the timeouts of its peers.
     os._exit(0)
 
 
@@ -119,7 +119,7 @@ METHODS: dict[str, Callable[[float], Running]] = {
 
 
 def kill_one(running: Running) -> tuple[float, int]:
-    """Kill a worker when all are in step; return seconds until the others went on, steps lost."""
+    """Kill a worker while all train together; return the recovery time, and steps lost."""
     num_workers = running.scene.num_workers
     deadline = time.monotonic() + _START_S
     while not all(_is_under_way(running, worker) for worker in range(num_workers)):

@@ -1,17 +1,16 @@
-"""What could be gained if a step did not wait for a message that is late: a model of step times.
+"""A model of step times: the gain if a step did not wait for late messages.
 
     python -m benchmarks.stragglers
 
-Worker i begins step t at T_i(t) and computes for c_i(t); the message of its peer j, which is begun
-with j's step (``awc``), arrives at T_j(t) + m. It waits for that, or mixes without, at most so many
-times in a row:
+Worker i begins step t at T_i(t) and computes for c_i(t). The message of its peer j, sent at the
+beginning of j's step (``awc``), arrives at T_j(t) + m. Worker i waits for it, or skips it, at most
+a given number of times in a row:
 
     T_i(t + 1) = max(T_i(t) + c_i(t), T_j(t) + m)      or      T_i(t) + c_i(t)
 
-Peers are those of ``one_peer_exponential``. Compute times are normal with mean 1 and a variance;
-one host may be slower than the others by a factor, and every worker may pause now and then. Printed
-are the time per step of the slowest worker, of which all must take as many, and the share of
-messages that were not mixed.
+Peers are those of ``one_peer_exponential``. Compute times are normal with mean 1; one host may be
+slower than the others by a factor, and workers may pause at random. It prints the time per step of
+the slowest worker, because all take the same number of steps, and the share of skipped messages.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ _STEPS = 2000
 
 @dataclass(frozen=True)
 class Setting:
-    """A cluster, and what a step does on it."""
+    """A cluster, and how its workers treat late messages."""
 
     num_workers: int
     message: float
-    """How long a message takes, in mean steps."""
+    """How long a message takes, in mean compute times."""
 
     slow: float = 1.0
-    """By how much one host is slower."""
+    """Factor by which one host is slower."""
 
     pause: float = 0.0
     """How long a worker pauses, once in a hundred steps."""
 
     most_skipped: int = 0
-    """How many messages in a row a worker mixes without; 0 to wait."""
+    """How many messages in a row a worker may skip; 0 to wait for all."""
 
 
 def play(setting: Setting, seed: int = 0) -> tuple[float, float]:

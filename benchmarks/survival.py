@@ -1,9 +1,10 @@
-"""Workers that go on when others are lost: real processes, real kills, and what each of them does.
+"""Training that survives faults, in real processes with real signals; how each worker fares.
 
-A *scene* is a run of a few workers on a store in a process of its own, with a loop that takes steps
-until all have taken as many; meanwhile something happens to some of them. Every worker notes the
-time of each step that it completes, and with how many others; that is what figures come from.
-``python -m benchmarks.faults --continue`` and ``python -m benchmarks.soak`` print them.
+A *scene* is a run of a few workers, with the store in a process of its own, that lasts for a given
+number of steps while a fault happens to some of the workers. Every worker writes the time of each
+completed step and the number of members to a file; all figures are computed from these files.
+``python -m benchmarks.faults --continue`` prints them, and ``python -m benchmarks.recovery`` uses
+the same scenes.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ class Taken(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a scene is played: in a lab, which needs root, with links that can be cut."""
+    """The lab that a scene runs in, which needs root; its links can be cut."""
 
     layout: str
     hosts: tuple[int, ...]
-    """That of each worker."""
+    """The host of each worker."""
 
     store: int
     """The host of the store."""
@@ -65,7 +66,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Scene:
-    """A run that something happens to."""
+    """A run with a fault."""
 
     num_workers: int = 4
     topology: str = "one_peer_exponential"
@@ -77,16 +78,16 @@ class Scene:
 
     timeout_s: float = 5.0
     average_every: int = 0
-    """Once in so many steps all workers evaluate the average."""
+    """Steps from one evaluation of the average, on all workers, to the next; 0 for none."""
 
     actor: int = 2
-    """The worker that does something itself."""
+    """The worker that runs ``act``."""
 
     act: Callable[[Gossip], object] | None = None
-    """What it does before its step ``FAULT_STEP``."""
+    """Called before step ``FAULT_STEP``."""
 
     exit_s: float = 0.0
-    """How long its process takes to end."""
+    """How long the process of the actor takes to end."""
 
     place: Place | None = None
 
@@ -105,7 +106,7 @@ class Running:
     codes: dict[int, int] = field(default_factory=dict[int, int])
 
     def kill(self, worker: int, number: signal.Signals = signal.SIGKILL) -> float:
-        """Send a signal to a worker; return when."""
+        """Send a signal to a worker; return the time."""
         now = time.time()
         os.kill(self.workers[worker], number)
         return now
@@ -117,11 +118,11 @@ class Running:
         return [Taken(float(a), int(b), int(c)) for a, b, c in map(str.split, lines)]
 
     def log_of(self, worker: int) -> str:
-        """Return what a worker has logged and printed so far."""
+        """Return a worker's output so far."""
         return (self.folder / f"{worker}.log").read_text(errors="replace")
 
     def wait_for_step(self, step: int, worker: int) -> None:
-        """Return when a worker has taken so many steps."""
+        """Wait until a worker has completed a step."""
         deadline = time.monotonic() + 60
         while not (taken := self.taken(worker)) or taken[-1].step < step:
             if time.monotonic() > deadline:
@@ -129,7 +130,7 @@ class Running:
             time.sleep(0.01)
 
     def wait(self, patience_s: float) -> dict[int, int]:
-        """Wait for all workers; return exit codes, -9 for those that had to be ended here."""
+        """Wait for all workers, kill those that do not end, and return exit codes."""
         deadline = time.monotonic() + patience_s
         while len(self.codes) < len(self.workers):
             for worker, pid in self.workers.items():
@@ -143,7 +144,7 @@ class Running:
         return self.codes
 
     def close(self) -> None:
-        """End the store and remove what was written."""
+        """Kill the store's process, and delete all files."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.holder, signal.SIGKILL)
         os.waitpid(self.holder, 0)
@@ -154,7 +155,7 @@ class Running:
 
 def start(scene: Scene) -> Running:
     """Start the workers of a scene."""
-    # No `with`: a forked process unwinds through this frame, and must not remove anything.
+    # Not a `with`: a forked process unwinds through this frame, and must not delete anything.
     folder = Path(tempfile.mkdtemp(prefix="gossamer-survival-"))
     place, lab, address = scene.place, None, "127.0.0.1"
     if place is not None:
@@ -178,19 +179,19 @@ def start(scene: Scene) -> Running:
 
 
 def seconds_until_step(running: Running, worker: int, at: float, most_workers: int) -> float:
-    """Return how long after a moment a worker completed a step with no more than so many."""
+    """Return the time from a moment to a worker's next step with at most so many members."""
     steps = (taken for taken in running.taken(worker) if taken.at > at)
     return next((t.at - at for t in steps if t.num_workers <= most_workers), float("inf"))
 
 
 def longest_pause(running: Running, worker: int, at: float) -> float:
-    """Return the longest time between two steps of a worker, up to and after a moment."""
+    """Return the longest time between two steps of a worker, of those that end after a moment."""
     times = [taken.at for taken in running.taken(worker)]
     return max(b - a for a, b in pairwise(times) if b > at)
 
 
 def fork(body: Callable[[], None], log: Path) -> int:
-    """Run a function in a process of its own, that ends as a script does."""
+    """Run a function in a forked process, which ends as a script does."""
     sys.stdout.flush()
     pid = os.fork()
     if pid == 0:
@@ -221,11 +222,13 @@ def _work(scene: Scene, rank: int, folder: Path, address: str) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     store = _join_store(folder, address)
-    store.set(f"started/{rank}", "")  # many start on few processors: the timeout is for training
+    store.set(
+        f"started/{rank}", ""
+    )  # so many processes start slowly, and the timeout is for training
     store.wait([f"started/{other}" for other in range(scene.num_workers)], timedelta(seconds=60))
     group = dist.ProcessGroup(store, rank, scene.num_workers)
     if rank == scene.actor and scene.exit_s:
-        atexit.register(time.sleep, scene.exit_s)  # after what is registered later
+        atexit.register(time.sleep, scene.exit_s)  # atexit runs it after what is registered later
     torch.manual_seed(rank)
     model = nn.Linear(200, 100)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -264,25 +267,25 @@ def _work(scene: Scene, rank: int, folder: Path, address: str) -> None:
 
 
 def answers(running: Running, workers: Sequence[int]) -> dict[int, dict[str, Any]]:
-    """Return what workers came to at their end."""
+    """Return the results that workers wrote at their end."""
     paths = {worker: running.folder / f"{worker}.json" for worker in workers}
     return {w: json.loads(path.read_text()) for w, path in paths.items() if path.exists()}
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens in a scene, and what must come of it."""
+    """A scene, its fault, and the expected outcome."""
 
     scene: Scene
     survivors: tuple[int, ...]
     happen: Callable[[Running], float]
-    """Makes it happen; returns when."""
+    """Causes the fault; returns the time."""
 
     later: Callable[[Running], object] = lambda running: None
-    """What happens when survivors have gone on."""
+    """Called after the fault."""
 
     words: str = ""
-    """What those who do not go on say, where they say anything."""
+    """What the output of workers that do not survive must contain."""
 
 
 def _kill(*workers: int, pause_s: float = 0.0) -> Callable[[Running], float]:
@@ -390,14 +393,14 @@ FAULTS: dict[str, Fault] = {
 
 
 def warm_up() -> None:
-    """Do what forked processes need not do each by itself."""
+    """Import and freeze in the parent what all forks share."""
     torch.set_num_threads(1)
-    torch.optim.SGD(nn.Linear(1, 1).parameters())  # imports much, and only once before the forks
-    gc.freeze()  # or each of them would look for garbage in all of it when it ends
+    torch.optim.SGD(nn.Linear(1, 1).parameters())  # triggers imports, once before the forks
+    gc.freeze()  # else every fork collects the parent's garbage when it ends
 
 
 def playable() -> list[str]:
-    """Return the faults that this machine can play: some cut a link in a lab."""
+    """Return the faults that this machine can run: some cut a link in a lab."""
     try:
         check_machine()
     except UserError as error:
@@ -407,7 +410,7 @@ def playable() -> list[str]:
 
 
 def play(names: Sequence[str], timeout_s: float, together: int) -> Iterator[dict[str, Any]]:
-    """Yield a row for each fault; several run at a time, for they mostly wait."""
+    """Yield a row per fault; several run at a time, as they mostly wait."""
     warm_up()
     for batch in (names[i : i + together] for i in range(0, len(names), together)):
         faults = {name: FAULTS[name] for name in batch}

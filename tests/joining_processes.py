@@ -1,9 +1,9 @@
-"""Real processes, of which one comes back while others are killed: prints one JSON line per story.
+"""A worker joins while a donor or itself is killed, in real processes: one JSON line per story.
 
     python -m tests.joining_processes
 
-Worker 1 of 4 is killed, and another process takes its place. Forked from one process that has
-imported torch, so a story takes a second and not ten.
+Worker 1 of 4 is killed, and another process takes its place. All are forked from one process that
+has imported torch, so a story takes one second instead of ten.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ PATIENCE_S = 90.0
 
 
 def kill() -> None:
-    """End this process as the kernel ends one that needs too much memory."""
+    """End this process as the kernel's out-of-memory killer does."""
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def kill_donor(folder: Path, worker: int) -> None:
-    """Let the first worker that gives end when it has given a part."""
-    whole = Network.send
+    """Let the first donor end after it has sent one part."""
+    send_all = Network.send
 
     def send(network: Network, data: bytes, receiver: int, each_part: Callable[[], object]) -> None:
         try:
             (folder / "killed").open("x").write(str(worker))
         except FileExistsError:
-            whole(network, data, receiver, each_part)
+            send_all(network, data, receiver, each_part)
             return
         lane = network._open_lane(network.rank, receiver)
         header = torch.zeros(40, dtype=torch.uint8)
-        header[2] = 1  # 65,536 bytes follow, and never come
+        header[2] = 1  # it announces 65,536 bytes, which never arrive
         lane.send([header], 1, 1 << 29).wait()
         each_part()
         kill()
@@ -61,7 +61,7 @@ def kill_donor(folder: Path, worker: int) -> None:
 
 
 def kill_joiner(folder: Path, worker: int) -> None:
-    """Let the worker that comes back end before it gets what it joins with."""
+    """Let the worker that joins end before it receives its state."""
 
     def receive(network: Network, sender: int, each_part: Callable[[], object]) -> bytes:
         (folder / "killed").write_text(str(worker))
@@ -72,11 +72,11 @@ def kill_joiner(folder: Path, worker: int) -> None:
 
 
 STORIES = {"its donor is killed": kill_donor, "is killed as it joins": kill_joiner}
-"""What happens while worker 1 comes back."""
+"""What happens while worker 1 joins again."""
 
 
 def work(folder: Path, port: int, worker: int) -> None:
-    """Train as one worker until all have come to the same step."""
+    """Train as one worker until the step in the file ``until``."""
     torch.set_num_threads(1)
     torch.manual_seed(worker)
     store = TCPStore("127.0.0.1", port, is_master=False)
@@ -108,7 +108,7 @@ def work(folder: Path, port: int, worker: int) -> None:
 
 
 def is_over(gossip: Gossip, worker: int, *, is_back: bool) -> bool:
-    """Whether all has happened that will: the worker is back, or was lost a second time."""
+    """Return whether the story is over: the worker has joined, or was lost a second time."""
     return is_back or (worker == 0 and gossip.stats().failures > 1)
 
 
@@ -124,7 +124,7 @@ def fork(log: Path, body: Callable[[], None]) -> int:
 
 
 def tell(name: str, port: int) -> dict[str, object]:
-    """Let one story happen; return what came of it."""
+    """Run one story; return its outcome."""
     folder = Path(tempfile.mkdtemp(prefix="gossamer-joining-"))
 
     def start(worker: int) -> int:
@@ -171,9 +171,9 @@ def tell(name: str, port: int) -> dict[str, object]:
 
 
 def main() -> None:
-    """Tell all stories, one after the other."""
-    torch.optim.SGD(nn.Linear(1, 1).parameters())  # imports much, and only once before the forks
-    gc.freeze()  # or each of them would look for garbage in all of it when it ends
+    """Run all stories, one after the other."""
+    torch.optim.SGD(nn.Linear(1, 1).parameters())  # triggers imports, once before the forks
+    gc.freeze()  # else every fork collects the parent's garbage when it ends
     for name in sys.argv[1:] or STORIES:
         holder_reads, holder_writes = os.pipe()
         holder = fork(Path(os.devnull), partial(hold_store, holder_writes))
@@ -184,7 +184,7 @@ def main() -> None:
 
 
 def hold_store(told: int) -> None:
-    """Keep a store, and say on which port, until the end by a signal."""
+    """Hold a store until killed; write its port to a pipe."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     os.write(told, store.port.to_bytes(4, "little"))
     time.sleep(600)

@@ -378,7 +378,9 @@ def test_a_full_disk_is_said_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     def body(group: ProcessGroup) -> None:
         run = Run(group, tmp_path).train_to(1)
-        with pytest.raises(OSError, match=r"bytes must be written .* No space left .*free room"):
+        with pytest.raises(
+            OSError, match=r"bytes must be written .* No space left .*free disk space"
+        ):
             run.checkpoints.save()
         run.end()
 

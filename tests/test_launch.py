@@ -1,4 +1,4 @@
-"""`gossamer launch`: workers of which one may end while the others go on."""
+"""`gossamer launch`: one worker may fail while the others continue."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ gossip = gossamer.decentralize(
 )
 worker = gossip.members[gossip.rank]
 assert worker == dist.get_rank()
-if gossip.num_steps:  # it is back
+if gossip.num_steps:  # it has joined
     (folder / "part").write_text(str(gossip.num_steps + 10))
     (folder / "part").rename(folder / "until")
 while not (folder / "until").exists() or gossip.num_steps < int((folder / "until").read_text()):
@@ -49,8 +49,8 @@ gossip.finalize()
 
 
 @pytest.mark.timeout(240)
-def test_a_worker_that_is_killed_comes_back(tmp_path: Path) -> None:
-    """A plain script on two supervisors: one worker is killed, is started anew and joins."""
+def test_a_worker_that_is_killed_is_restarted_and_joins(tmp_path: Path) -> None:
+    """A plain script on two supervisors: one worker is killed, is restarted and joins."""
     (tmp_path / "train.py").write_text(SCRIPT)
     verb = [sys.executable, "-m", "gossamer", "launch", "--total", "3"]
     verb += ["--store", "127.0.0.1:29653"]
@@ -63,7 +63,7 @@ def test_a_worker_that_is_killed_comes_back(tmp_path: Path) -> None:
     said = [process.communicate(timeout=220)[1] for process in running]
     assert [process.returncode for process in running] == [0, 0], said
     assert (
-        "worker 1 ended with SIGKILL; 1 others here go on; it comes back in 1 s, and 0 more times"
+        "worker 1 ended with SIGKILL; 1 others here continue; restart in 1 s, 0 more after that"
     ) in " ".join(said[0].split())
     ends = {(tmp_path / str(worker)).read_text() for worker in (0, 1, 2)}
     assert len(ends) == 1
@@ -71,69 +71,68 @@ def test_a_worker_that_is_killed_comes_back(tmp_path: Path) -> None:
 
 
 def run_here(script: str, **options: int) -> tuple[int, list[str]]:
-    """Launch two workers that run a line of shell; return the exit code and what was said."""
+    """Launch two workers that run a line of shell; return the exit code and the messages."""
     said: list[str] = []
     return launch(["sh", "-c", script], Place(2), said.append, **options), said
 
 
-def test_a_worker_is_not_started_anew_where_training_is_at_its_end() -> None:
-    """One that ended in order says so to all; the exit code is that of success."""
+def test_a_worker_is_not_restarted_once_training_is_over() -> None:
+    """Training is over when one worker has succeeded; the exit code is 0."""
     code, said = run_here('test "$RANK" = 0 || { sleep 0.3; exit 3; }')
     assert code == 0
     assert said == [
-        "worker 1 ended with exit code 3; 0 others here go on, and it stays away: "
-        "training is at its end"
+        "worker 1 ended with exit code 3; 0 others here continue; no restart: training is over"
     ]
 
 
-def test_nobody_is_started_anew_where_all_are_lost() -> None:
-    """There is nobody to get parameters from, and the job has failed."""
+def test_nobody_is_restarted_if_all_have_failed() -> None:
+    """There is no donor left, and the exit code is 1."""
     code, said = run_here("exit 3")
     assert code == 1
-    assert said[0].endswith("it comes back in 1 s, and 2 more times at most")
-    assert "stays away: nobody is left to join" in said[1]
-    assert said[2] == "worker 0 is not started anew: nobody is left to join"
+    assert said[0].endswith("restart in 1 s, 2 more after that")
+    assert "no restart: no worker is left to join" in said[1]
+    assert said[2] == "worker 0 is not restarted: no worker is left to join"
 
 
-def test_a_worker_is_started_anew_a_few_times_and_is_told_so(
+def test_a_worker_is_restarted_a_few_times_and_knows_that_it_joins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As often as asked, after longer and longer; it then knows that it joins."""
+    """At most ``restarts`` times, after a pause that doubles; GOSSAMER_JOIN is set."""
     monkeypatch.setattr("gossamer.launch._FIRST_PAUSE_S", 0.1)
     log = tmp_path / "log"
     script = f'test "$RANK" = 0 && sleep 1.5 || echo "$GOSSAMER_JOIN" >> {log}; test "$RANK" = 0'
     code, said = run_here(script, restarts=2)
     assert code == 0
     assert log.read_text() == "\nreturned\nreturned\n"
-    assert [line.partition("it comes back in ")[2][:5] for line in said] == ["0.1 s", "0.2 s", ""]
+    assert [line.partition("restart in ")[2][:5] for line in said] == ["0.1 s", "0.2 s", ""]
 
 
-def test_a_worker_that_stands_still_is_ended_after_the_others() -> None:
-    """It would keep the job for ever; the exit code is that of success."""
+def test_a_hung_worker_is_terminated_after_the_others() -> None:
+    """It would keep the job running forever; the exit code is 0."""
     said: list[str] = []
     command = ["sh", "-c", 'test "$RANK" = 0 || exec sleep 60']
     assert launch(command, Place(2), said.append, over_min=0.005) == 0
-    assert said == ["worker 1 is ended: others came to their end 0 s ago"]
+    assert said == ["worker 1 is terminated: others finished 0 s ago"]
 
 
-def test_a_worker_that_has_run_for_long_is_started_anew_as_often_as_at_first(
+def test_a_worker_that_has_run_for_long_has_all_restarts_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each end is a fault of its own, and waits as short as the first."""
+    """Each failure is then a new one, with the first pause."""
     monkeypatch.setattr("gossamer.launch._FIRST_PAUSE_S", 0.05)
     monkeypatch.setattr("gossamer.launch._STEADY_S", 0.0)
     log = tmp_path / "log"
-    ends = f'echo >> {log}; test "$(wc -l < {log})" = 4'  # in order the fourth time
+    ends = f'echo >> {log}; test "$(wc -l < {log})" = 4'  # it succeeds the fourth time
     code, said = run_here(f'test "$RANK" = 0 && sleep 1.5 || {{ {ends}; }}', restarts=1)
     assert code == 0
     assert len(said) == 3
-    assert all("it comes back in 0.05 s, and 0 more" in line for line in said)
+    assert all("restart in 0.05 s, 0 more" in line for line in said)
 
 
-def test_a_new_worker_that_is_started_anew_is_new_again(
+def test_a_new_worker_that_is_restarted_is_still_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It did not begin with the others, so it must not look for what it began."""
+    """It took no part in the start of the job, so it must not look for a gossip that it opened."""
     monkeypatch.setattr("gossamer.launch._FIRST_PAUSE_S", 0.05)
     log = tmp_path / "log"
     command = ["sh", "-c", f'echo "$GOSSAMER_JOIN" >> {log}; exit 3']
@@ -145,15 +144,15 @@ def test_a_new_worker_that_is_started_anew_is_new_again(
 @pytest.mark.parametrize(
     ("place", "words"),
     [
-        (Place(0), "must be some of all, got 0 from rank 0 on of 0"),
-        (Place(2, first=3, total=4), "must be some of all, got 2 from rank 3 on of 4"),
+        (Place(0), "must be within those of the job, got 0 workers from rank 0 of 0"),
+        (Place(2, first=3, total=4), "must be within .*, got 2 workers from rank 3 of 4"),
         (Place(2, total=4), "supervisors of several nodes need one store, got ''"),
-        (Place(2, store="node0:1", joins=True), "numbers that nobody has, got --join from rank 0"),
-        (Place(2, store="node0"), "need one store, got 'node0'; give --store host:port"),
+        (Place(2, store="node0:1", joins=True), "ranks that no other has, got --join from rank 0"),
+        (Place(2, store="node0"), "need one store, got 'node0'; pass --store host:port"),
     ],
 )
-def test_places_that_cannot_be_are_refused(place: Place, words: str) -> None:
-    """Before any worker is started."""
+def test_ranks_and_stores_that_do_not_fit_are_rejected(place: Place, words: str) -> None:
+    """No worker is started."""
     with pytest.raises(UserError, match=words):
         launch(["false"], place)
 
@@ -177,5 +176,5 @@ def test_a_store_on_a_host_without_an_address_is_refused(monkeypatch: pytest.Mon
         raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr("socket.getaddrinfo", fail)
-    with pytest.raises(UserError, match=r"must have an address, got 'node0' .*; give --store"):
+    with pytest.raises(UserError, match=r"must have an address, got 'node0' .*; pass --store"):
         launch(["false"], Place(2, store="node0:29400"))

@@ -1,4 +1,4 @@
-"""Training goes on when a worker is lost: who is left, from what, and what the others say."""
+"""Training continues when a worker is lost: who survives, with which state, what is logged."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ from gossamer.algorithms import parse_algorithm
 from gossamer.errors import UserError
 from gossamer.gossip import ExchangeError, Gossip, decentralize
 from gossamer.gossip.epoch import Rules
+from gossamer.gossip.epoch_log import STEP, Arrival, Decision
 from gossamer.gossip.epochs import _NextStore  # pyright: ignore[reportPrivateUsage]
-from gossamer.gossip.membership import STEP, Arrival, Decision, Membership
+from gossamer.gossip.membership import Membership
 from gossamer.gossip.notices import NoticeBoard
 from gossamer.topology import Schedule, parse, ring
 from gossamer.wire import parse_wire
@@ -41,15 +42,15 @@ LIMIT = timedelta(seconds=2)
 
 
 _VANISHED: list[Gossip] = []
-"""Kept as atexit would: others must not get the ids of their parameters."""
+"""Referenced as atexit would: no other object may get the ids of their parameters."""
 
 
 def vanish(gossip: Gossip) -> None:
-    """End a rank that is a thread as the end of a process would: nothing is said."""
+    """End a rank that is a thread as SIGKILL ends a process: without a word to the others."""
     epochs = gossip._worker.epochs
     membership: Any = epochs._membership
-    membership._ended.set()
-    membership._watcher.join()
+    membership._watcher.end()
+    membership._watcher._thread.join()
     epochs.current.drop()
     atexit.unregister(gossip._worker._leave)
     _VANISHED.append(gossip)
@@ -62,7 +63,7 @@ def train_on(
     each_step: Callable[[Gossip], object] = lambda gossip: None,
     **options: Any,
 ) -> dict[str, Any]:
-    """Train as one rank until all have taken 12 steps; one rank is lost before its step."""
+    """Train as one rank until all have taken 12 steps; one rank is lost before a step."""
     model = make_model()
     optimizer = SGD(model.parameters(), lr=0.1)
     gossip = decentralize(
@@ -105,7 +106,7 @@ def train_on(
     ids=str,
 )
 def test_those_who_are_left_take_all_steps_and_end_with_one_model(options: dict[str, Any]) -> None:
-    """Whatever is exchanged in a step: ranks close up, no step is lost, and the average is one."""
+    """For every kind of exchange: ranks are renumbered, no step is lost, and all end equal."""
     results = run_ranks(4, lambda group: train_on(group, lost=1, at=5, **options))
     survivors = [result for result in results if result]
     assert [result["worker"] for result in survivors] == [0, 2, 3]
@@ -118,10 +119,10 @@ def test_those_who_are_left_take_all_steps_and_end_with_one_model(options: dict[
 
 
 def test_what_a_lost_epoch_opened_is_freed_without_garbage_collection() -> None:
-    """Connections close with the last reference: a cycle would keep them for as long as it likes.
+    """A connection closes with the last reference to it, so epochs must not be reference cycles.
 
-    With every worker that was lost or came back a training process would hold one more connection
-    to the store, until the interpreter looks for garbage.
+    Otherwise a process would keep one more connection to the store per worker that was lost or
+    joined, until a garbage collection of the oldest generation.
     """
     boards: dict[int, weakref.ref[NoticeBoard]] = {}
     freed: dict[int, bool] = {}
@@ -145,22 +146,22 @@ def test_what_a_lost_epoch_opened_is_freed_without_garbage_collection() -> None:
 
 
 def test_collective_calls_are_made_again_with_those_who_are_left() -> None:
-    """A rank that is lost in the middle of many averages: each of the others gets every one."""
+    """A rank is lost amid many averages: each survivor gets every one of them."""
     seen: dict[int, int] = {}
 
-    def look(gossip: Gossip) -> None:
+    def average(gossip: Gossip) -> None:
         before = [p.detach().clone() for p in gossip._worker.replica.averaged]
         with gossip.averaged():
             seen[gossip.members[gossip.rank]] = seen.get(gossip.members[gossip.rank], 0) + 1
         for now, then in zip(gossip._worker.replica.averaged, before, strict=True):
             assert torch.equal(now, then)
 
-    run_ranks(4, lambda group: train_on(group, lost=2, at=6, each_step=look, topology="ring"))
+    run_ranks(4, lambda group: train_on(group, lost=2, at=6, each_step=average, topology="ring"))
     assert {worker: seen[worker] for worker in (0, 1, 3)} == {0: 12, 1: 12, 3: 12}
 
 
 def test_one_worker_goes_on_alone() -> None:
-    """Of two, the one that is left trains as one worker does."""
+    """Of two workers, the survivor trains alone."""
     (result, _) = run_ranks(2, lambda group: train_on(group, lost=1, at=5, topology="ring"))
     assert result["members"] == (0,)
     assert result["distance"] == 0
@@ -169,7 +170,7 @@ def test_one_worker_goes_on_alone() -> None:
 def test_a_topology_that_does_not_exist_for_those_who_are_left_has_a_named_fallback(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A torus of 6 becomes a finite-time graph of 5, which the log says."""
+    """A torus of 6 becomes a finite-time graph of 5, and the log says so."""
     results = run_ranks(6, lambda group: train_on(group, lost=5, at=3, topology="torus"))
     assert {result["topology"] for result in results if result} == {"base_graph(k=1)"}
     assert "mixing with base_graph(k=1) from now on: torus needs" in caplog.text
@@ -177,7 +178,7 @@ def test_a_topology_that_does_not_exist_for_those_who_are_left_has_a_named_fallb
 
 @pytest.mark.parametrize("algorithm", ["awc", "exact_diffusion", "d2", "push_sum"])
 def test_there_is_a_fallback_for_every_algorithm_and_number(algorithm: str) -> None:
-    """Whatever an algorithm refuses, some topology is left for any number of workers."""
+    """Each algorithm accepts one of the fallbacks on any number of workers."""
 
     def never(num_workers: int) -> str:
         raise UserError("no such graph")
@@ -189,7 +190,7 @@ def test_there_is_a_fallback_for_every_algorithm_and_number(algorithm: str) -> N
 
 
 def test_a_topology_may_be_a_function_of_the_number_of_workers() -> None:
-    """It is asked again for those who are left."""
+    """It is called again for the number of survivors."""
     asked: set[int] = set()
 
     def choose(num_workers: int) -> Schedule:
@@ -221,13 +222,13 @@ def start_alone(**options: Any) -> None:
     ],
 )
 def test_what_could_not_go_on_is_refused_at_the_start(options: dict[str, Any], words: str) -> None:
-    """A fixed graph, or a store that ends with a worker, and not when the first one is lost."""
+    """A fixed graph, or a store that ends with a worker, is rejected before training begins."""
     with pytest.raises(UserError, match=words):
         start_alone(**{"on_failure": "continue", **options})
 
 
 def test_join_is_refused() -> None:
-    """It counts workers at every step, which would not agree after a failure."""
+    """It counts workers at every step, and after a failure their counts would differ."""
 
     def body(group: ProcessGroup) -> None:
         model = make_model()
@@ -250,7 +251,7 @@ def memberships(num: int, timeout_s: float = 1.0) -> list[Membership]:
 
 
 def agree(arrivals: dict[Membership, Arrival]) -> list[Decision | ExchangeError]:
-    """Let members agree, side by side."""
+    """Let members agree, each on a thread."""
     for membership, arrival in arrivals.items():
         membership.announce(0)
         membership.arrive(arrival)
@@ -264,8 +265,8 @@ def agree(arrivals: dict[Membership, Arrival]) -> list[Decision | ExchangeError]
     return run_ranks(len(arrivals), run)
 
 
-def test_a_member_that_says_nothing_is_gone_at_once_where_its_connections_closed() -> None:
-    """And after a longer while where nobody has seen them close."""
+def test_a_silent_member_is_lost_soon_if_its_connections_closed() -> None:
+    """If nobody has seen them close, it is lost after a longer time."""
     zero, one, _ = memberships(3)
     began = time.monotonic()
     seen = Arrival(member=0, step=7, why="", closed=(2,))
@@ -282,7 +283,7 @@ def test_a_member_that_says_nothing_is_gone_at_once_where_its_connections_closed
 
 
 def test_a_member_that_was_late_is_told_that_others_went_on() -> None:
-    """The decision stays, and is without it."""
+    """The decision does not change, and does not include it."""
     zero, one, two = memberships(3)
     agree({m: Arrival(member=m.member, step=8, why="", closed=(2,)) for m in (zero, one)})
     two.arrive(Arrival(member=2, step=8, why=""))
@@ -293,7 +294,7 @@ def test_a_member_that_was_late_is_told_that_others_went_on() -> None:
 def test_an_epochs_connection_to_the_store_is_opened_before_it_is_needed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Connecting may take seconds, for which others would not wait; each epoch has its own."""
+    """Connecting may take seconds, in which this worker would count as lost."""
     slow, opened = Event(), list[Store]()
 
     def clone_slowly(store: Store) -> Store:
@@ -311,7 +312,7 @@ def test_an_epochs_connection_to_the_store_is_opened_before_it_is_needed(
 
 
 def test_where_nobody_is_gone_a_call_made_alone_is_an_error_on_all() -> None:
-    """Members that waited in vain, all there, at places that do not fit: the program is wrong."""
+    """All members are alive, and timed out in different calls: the program is wrong."""
     zero, one = memberships(2)
     alone = Arrival(member=0, step=5, why="", call="averaged()", timed_out=True)
     other = Arrival(member=1, step=5, why="", call=STEP, timed_out=True)
@@ -323,7 +324,7 @@ def test_where_nobody_is_gone_a_call_made_alone_is_an_error_on_all() -> None:
 
 
 def test_where_one_is_only_behind_all_go_on() -> None:
-    """A member that has not come to the call yet will make it again with the others."""
+    """A member that has yet to make the call makes it with the others in the next epoch."""
     zero, one = memberships(2)
     ahead = Arrival(member=0, step=5, why="", call="averaged()", timed_out=True)
     behind = Arrival(member=1, step=4, why="", call=STEP, timed_out=True)
@@ -333,7 +334,7 @@ def test_where_one_is_only_behind_all_go_on() -> None:
 
 
 def test_of_two_that_cannot_connect_one_stays() -> None:
-    """A link that is cut between two members, both with the store: the later one leaves."""
+    """Two members reach the store, but not each other: the one with the higher number leaves."""
     zero, one, two = memberships(3)
     said = {m: Arrival(member=m.member, step=5, why="", timed_out=True) for m in (zero, one, two)}
     cut: dict[str, Any] = {"step": 5, "why": "", "opened": False, "timed_out": True}
@@ -343,7 +344,7 @@ def test_of_two_that_cannot_connect_one_stays() -> None:
     assert isinstance(first, Decision)
     assert isinstance(second, Decision)
     assert first.members == second.members == (0, 1)
-    assert "another member cannot connect with it" in str(third)
+    assert "another member cannot connect to it" in str(third)
 
 
 # - Real processes
@@ -351,9 +352,9 @@ def test_of_two_that_cannot_connect_one_stays() -> None:
 
 @pytest.mark.timeout(150)
 def test_processes_that_are_left_go_on() -> None:
-    """SIGKILL, SIGSTOP, exceptions: all take their next step within twice the timeout."""
+    """SIGKILL, SIGSTOP, exceptions: all survivors take their next step within twice the timeout."""
     names = ["killed, with averages", "half killed", "killed during recovery", "stalled", "raises"]
-    limit_s = 10.0  # that many processes take seconds to start on two processors
+    limit_s = 10.0  # so many processes take seconds to start on two processors
     command = [sys.executable, "-m", "benchmarks.faults", "--continue", "--json"]
     command += ["--timeout", str(limit_s), *names]
     output = subprocess.run(command, capture_output=True, text=True, timeout=140, check=True).stdout
@@ -363,12 +364,12 @@ def test_processes_that_are_left_go_on() -> None:
         assert all(row[good] for good in ("went_on", "said", "one_model")), row
         assert row["steps_lost"] == 0, row
         assert row["seconds"] < 2 * limit_s, row
-    # Its process takes 3 s to end, which the others must not wait for.
+    # Its process takes 3 s to end, and the others must not wait for that.
     assert rows["raises"]["seconds"] < 3, rows["raises"]
 
 
-def test_the_usual_is_to_raise() -> None:
-    """Without a word about it a failure is raised, with its cause, as it was."""
+def test_a_failure_is_raised_by_default() -> None:
+    """Without on_failure="continue" every rank raises, with the cause."""
 
     def body(group: ProcessGroup) -> str:
         model = make_model()

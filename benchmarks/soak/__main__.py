@@ -1,16 +1,16 @@
-"""A soak, or what a loss and a return cost in accuracy.
+"""A soak test, or the accuracy lost when workers fail and join again.
 
     python -m benchmarks.soak --minutes 30 [--lab] [--json soak.jsonl] [--workload stdlib-gpt]
     python -m benchmarks.soak --accuracy --seeds 5 [--workload stdlib-gpt]
 
-The first lets something happen to a worker or two of a running job every few seconds, in a sequence
-that the seed decides, and waits until all are together again. One worker is spared, so that there
-is one that has lived through all of it: what it and the supervisor use of memory, descriptors and
-threads must be flat. At the end a job of as many steps to which nothing happens is the yardstick.
-With --lab each worker is on a host of its own, and links are cut, too (as root).
+The first causes a fault on one or two workers of a running job every few seconds, in a sequence
+that follows from the seed, and waits until all workers train together again. One worker is spared,
+so that it lives through all faults: its use of memory, file descriptors and threads, and that of
+the supervisor, must not grow. At the end an undisturbed job of as many steps is the baseline. With
+--lab each worker is on a host of its own, and links are cut, too (as root).
 
-The second kills a quarter of the workers at a quarter of the steps, waits for them to come back,
-and compares with the run of the same seed to which nothing happens.
+The second kills a quarter of the workers at a quarter of the steps, waits for them to join again,
+and compares the result with the undisturbed run of the same seed.
 """
 
 from __future__ import annotations
@@ -34,17 +34,18 @@ from gossamer.workloads import WORKLOADS
 _START_S = 600.0
 _END_S = 600.0
 _GAP_S = (2.0, 8.0)
-"""Between all being together and the next fault."""
+"""From when all train together to the next fault."""
 
 _ACCURACY_STEPS = {"digits-mlp": 600, "digits-cnn": 400, "stdlib-gpt": 400}
 _LR = {"stdlib-gpt": 1e-3}
-"""At its own, 3e-3, any disturbance moves the loss by some percent, up or down."""
+"""Instead of the workload's own: at 3e-3 any disturbance moves the loss by some percent, up or
+down."""
 
 
 def soak(
     spec: Spec, minutes: float, *, in_lab: bool, note: Callable[[dict[str, Any]], None]
 ) -> None:
-    """Let faults happen for a while; note each, and the end."""
+    """Cause faults for a while; report each of them, and the result."""
     generator = np.random.default_rng(spec.seed)
     spared = int(generator.integers(spec.num_workers)) * (not in_lab)  # there 0 holds the store
     faults = FAULTS | (LAB_FAULTS if in_lab else {})
@@ -88,7 +89,7 @@ def soak(
 
 
 def run(spec: Spec, victims: list[int] | None = None) -> tuple[dict[str, Any], float]:
-    """Train once, losing some workers on the way; return what was missed, and the metric."""
+    """Train once, and kill some workers meanwhile; return the steps they missed, and the metric."""
     job = Job(spec)
     try:
         missed: dict[str, Any] = {}
@@ -109,9 +110,9 @@ def run(spec: Spec, victims: list[int] | None = None) -> tuple[dict[str, Any], f
 
 
 def accuracy(spec: Spec, seeds: int, note: Callable[[dict[str, Any]], None]) -> None:
-    """Compare runs that lose and regain a quarter of their workers with those that do not."""
+    """Compare runs that lose a quarter of their workers for a while with undisturbed ones."""
     steps = _ACCURACY_STEPS[spec.workload]
-    # A timeout that no load of the machine comes to: nobody is to be lost but those who are killed.
+    # A timeout longer than any pause of a loaded machine: only killed workers may be lost.
     spec = replace(spec, num_steps=steps, pace_s=0.02, slow_from=steps // 2, timeout_s=60.0)
     metric_name = WORKLOADS[spec.workload]().metric_name
     differences: list[float] = []
@@ -166,7 +167,7 @@ _HEADER = (
 
 
 def summarize(rows: list[dict[str, Any]]) -> str:
-    """Return a table of all faults of each kind."""
+    """Return a table with a row per kind of fault."""
     lines = [
         "| fault | times | went on after s, median | most | steps lost | back after s, median "
         "| in order |\n|---|---|---|---|---|---|---|"
@@ -185,7 +186,7 @@ def summarize(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Run one of both."""
+    """Run the soak, or the comparison of accuracy."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--workload", default="digits-mlp", choices=[*_ACCURACY_STEPS])

@@ -1,4 +1,4 @@
-"""What happens to the workers of a soak, and what comes of it."""
+"""The faults of a soak, and the measurement of each recovery."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ import numpy as np
 from benchmarks.soak.job import Job, Taken
 
 _BACK_S = 180.0
-"""How long a worker may take to come back: a supervisor waits for up to a minute."""
+"""How long a worker may take to join again: a supervisor pauses for up to a minute."""
 
 _RECENT_BYTES = 50_000
-"""Of what a worker noted: more than a thousand steps."""
+"""Of a worker's file of steps: more than a thousand steps."""
 
 Happen = Callable[[Job, Sequence[int], np.random.Generator], float]
-"""Does something to workers; returns when."""
+"""Causes a fault on some workers; returns the time."""
 
 
 def kill(job: Job, victims: Sequence[int], generator: np.random.Generator) -> float:
-    """Kill them, at one moment."""
+    """Kill workers at the same time."""
     return max([job.signal(victim, signal.SIGKILL) for victim in victims])
 
 
 def kill_twice(job: Job, victims: Sequence[int], generator: np.random.Generator) -> float:
-    """Kill one, and its next process before or while it joins."""
+    """Kill a worker, and the process that replaces it before or while it joins."""
     (victim,) = victims
     before = job.pid(victim)
     at = job.signal(victim, signal.SIGKILL)
@@ -39,7 +39,7 @@ def kill_twice(job: Job, victims: Sequence[int], generator: np.random.Generator)
 
 
 def stall_shortly(job: Job, victims: Sequence[int], generator: np.random.Generator) -> float:
-    """Stop one for less than the timeout: nobody is lost."""
+    """Stop a worker for less than the timeout: nobody is lost."""
     (victim,) = victims
     at = job.signal(victim, signal.SIGSTOP)
     time.sleep(generator.uniform(0.1, 0.3) * job.spec.timeout_s)
@@ -48,7 +48,7 @@ def stall_shortly(job: Job, victims: Sequence[int], generator: np.random.Generat
 
 
 def stall_for_long(job: Job, victims: Sequence[int], generator: np.random.Generator) -> float:
-    """Stop one until the others have gone on; it raises when it is resumed."""
+    """Stop a worker until the others continue without it; it raises when it is resumed."""
     (victim,) = victims
     at = job.signal(victim, signal.SIGSTOP)
     job.wait(lambda: _gone_on(job, victims, at), 3 * job.spec.timeout_s)
@@ -57,7 +57,7 @@ def stall_for_long(job: Job, victims: Sequence[int], generator: np.random.Genera
 
 
 def cut(job: Job, victims: Sequence[int], generator: np.random.Generator) -> float:
-    """Cut a worker's link until the others have gone on."""
+    """Cut a worker's link until the others continue without it."""
     (victim,) = victims
     assert job.lab is not None
     at = time.time()
@@ -85,7 +85,7 @@ FAULTS: dict[str, tuple[Happen, int]] = {
     "stalled": (stall_for_long, 1),
     "stalled for a moment": (stall_shortly, 1),
 }
-"""What happens, and to how many."""
+"""Each fault, and the number of workers that it hits."""
 
 LAB_FAULTS: dict[str, tuple[Happen, int]] = {
     "cut off": (cut, 1),
@@ -97,7 +97,7 @@ _MOMENTS = {"stalled for a moment", "cut off for a moment"}
 def strike(
     job: Job, name: str, victims: Sequence[int], generator: np.random.Generator
 ) -> dict[str, Any]:
-    """Let a fault happen; return what came of it when all workers are together again."""
+    """Cause a fault, wait until all workers train together again, and return the measurements."""
     happen, _ = {**FAULTS, **LAB_FAULTS}[name]
     others = _others(job, victims)
     lost = name not in _MOMENTS
@@ -129,7 +129,7 @@ def _others(job: Job, victims: Sequence[int]) -> list[int]:
 
 
 def _gone_on(job: Job, victims: Sequence[int], at: float) -> bool:
-    """Return whether all others have taken a step without those who are lost."""
+    """Return whether all others have completed a step without the lost workers."""
     for worker in _others(job, victims):
         steps = job.taken(worker, _RECENT_BYTES)
         if not any(t.at > at and not {*victims} & {*t.members} for t in steps):
@@ -138,7 +138,7 @@ def _gone_on(job: Job, victims: Sequence[int], at: float) -> bool:
 
 
 def seconds_until(taken: Sequence[Taken], victims: Sequence[int], at: float) -> float:
-    """Return how long after a moment a worker completed a step without those who are lost."""
+    """Return the time from a moment until a worker completed a step without the lost workers."""
     steps = (t for t in taken if t.at > at and not {*victims} & {*t.members})
     return next((t.at - at for t in steps), float("inf"))
 
@@ -148,11 +148,11 @@ def _longest_pause(taken: Sequence[Taken], at: float) -> float:
 
 
 def missed_steps(taken: Sequence[Taken], at: float) -> int:
-    """Return the steps that a worker did not take since a moment, between those that it did."""
+    """Return how many steps a worker has missed since a moment, up to its last one."""
     return sum(b.step - a.step - 1 for a, b in pairwise(taken) if b.at > at)
 
 
 def _back_after(taken: Sequence[Taken], at: float) -> float:
-    """Return when a worker took its first step after it had missed some."""
+    """Return the time from a moment to a worker's first step after those that it missed."""
     found = (b.at - at for a, b in pairwise(taken) if b.at > at and b.step > a.step + 1)
     return next(found, float("inf"))

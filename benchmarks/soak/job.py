@@ -1,4 +1,4 @@
-"""A job that something happens to: its processes, what they note, and what they use."""
+"""The job of a soak: its processes, the files that they write, and the resources that they use."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Taken(NamedTuple):
 
 
 class Use(NamedTuple):
-    """What a process uses at a moment."""
+    """The resources that a process uses at one time."""
 
     at: float
     rss_mb: float
@@ -48,7 +48,7 @@ class Job:
     """Workers under ``gossamer launch``, from the start to ``close``.
 
     Args:
-        spec: what workers do.
+        spec: of the workers.
         in_lab: whether each worker is on a host of its own, with a link that can be cut; needs
             root.
     """
@@ -82,14 +82,14 @@ class Job:
         self._log.write(f"[{host}] {line}\n".encode())
         self._log.flush()
 
-    # - What workers note
+    # - What workers write
 
     def taken(self, worker: int, last_bytes: int = 1 << 62) -> list[Taken]:
         """Return the steps that a worker has completed so far, in all its processes.
 
         Args:
-            worker: which.
-            last_bytes: how much of what it noted is read.
+            worker: its number.
+            last_bytes: how much of its file is read, from the end.
         """
         path = self.folder / f"{worker}.steps"
         if not path.exists():
@@ -106,30 +106,30 @@ class Job:
         return next(reversed(self.taken(worker, 500)), None)
 
     def pid(self, worker: int) -> int:
-        """Return the process of a worker; 0 where there has been none."""
+        """Return the process id of a worker; 0 before its first process."""
         path = self.folder / f"{worker}.pid"
         return int(path.read_text()) if path.exists() else 0
 
     def log(self) -> str:
-        """Return what all processes have printed."""
+        """Return the output of all processes."""
         return (self.folder / "log").read_text(errors="replace")
 
     def ends(self) -> dict[int, dict[str, Any]]:
-        """Return what workers came to at their end."""
+        """Return the results that workers wrote at their end."""
         paths = {worker: self.folder / f"{worker}.json" for worker in range(self.spec.num_workers)}
         return {w: json.loads(path.read_text()) for w, path in paths.items() if path.exists()}
 
-    # - What is done to them
+    # - Control
 
     def signal(self, worker: int, number: signal.Signals) -> float:
-        """Send a signal to a worker's process; return when."""
+        """Send a signal to a worker's process; return the time."""
         now = time.time()
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid(worker), number)
         return now
 
     def finish(self, ahead: int = 50) -> int:
-        """Let all workers end at a step a little ahead of the first of them; return which."""
+        """Let all workers end at a step a little ahead of the fastest; return that step."""
         lasts = filter(None, map(self.last, range(self.spec.num_workers)))
         until = max(taken.step for taken in lasts) + ahead
         write_atomic(self.folder / "until", lambda aside: aside.write_text(str(until)))
@@ -138,7 +138,7 @@ class Job:
     # - Waiting
 
     def wait(self, condition: Callable[[], bool], timeout_s: float) -> bool:
-        """Return whether something comes true within a time; meanwhile look what is used."""
+        """Wait for a condition, and sample resources meanwhile; return False if time runs out."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() > deadline:
@@ -148,17 +148,17 @@ class Job:
         return True
 
     def all_together(self, since: float = 0.0) -> bool:
-        """Return whether every worker's last step was one of all, and after a moment."""
+        """Return whether every worker has completed a step with all members since a moment."""
         lasts = [self.last(worker) for worker in range(self.spec.num_workers)]
         num = self.spec.num_workers
         return all(last and last.at > since and len(last.members) == num for last in lasts)
 
     def has_ended(self) -> bool:
-        """Return whether all workers have come to their end."""
+        """Return whether all workers have finished."""
         return len(self.ends()) == self.spec.num_workers
 
     def look(self) -> None:
-        """Note what each process uses, every other second."""
+        """Sample the resources of each process, every other second."""
         pids = [supervisor.pid for supervisor in self._supervisors]
         pids += [self.pid(worker) for worker in range(self.spec.num_workers)]
         for pid in filter(None, pids):
@@ -169,11 +169,11 @@ class Job:
 
     @property
     def supervisor(self) -> int | None:
-        """The process of the supervisor, where there is one for all."""
+        """The process id of the supervisor, if there is one for all workers."""
         return self._supervisors[0].pid if self._supervisors else None
 
     def close(self) -> None:
-        """End what still runs, and remove what was written."""
+        """End all processes, and delete all files."""
         for supervisor in self._supervisors:
             supervisor.terminate()
             supervisor.wait()
@@ -186,7 +186,7 @@ class Job:
 def _use_of(pid: int) -> Use:
     status = Path(f"/proc/{pid}/status").read_text().splitlines()
     fields = dict(line.split(":", 1) for line in status)
-    if "VmRSS" not in fields:  # it has ended, and nobody has asked how
+    if "VmRSS" not in fields:  # a zombie
         raise ProcessLookupError(pid)
     descriptors = len(os.listdir(f"/proc/{pid}/fd"))
     rss_mb = int(fields["VmRSS"].split()[0]) / 1024
@@ -194,16 +194,16 @@ def _use_of(pid: int) -> Use:
 
 
 class Trend(NamedTuple):
-    """How something that a process uses went."""
+    """How the use of a resource changed."""
 
     first: float
     last: float
     per_hour: float
-    """The slope of a line through all of it."""
+    """The slope of a least-squares line."""
 
 
 def trends(uses: Sequence[Use], since: float) -> dict[str, Trend]:
-    """Return how memory, descriptors and threads went since a moment."""
+    """Return the trends of memory, file descriptors and threads since a moment."""
     late = [use for use in uses if use.at >= since]
     if len(late) < 3:
         return {}

@@ -1,4 +1,4 @@
-"""One worker of a soak: it trains a workload, and notes every step."""
+"""One worker of a soak: it trains a workload, and writes every step to a file."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ from gossamer.workloads import WORKLOADS, Data
 
 @dataclass(frozen=True)
 class Spec:
-    """What all workers of a job do."""
+    """The settings of all workers of a job."""
 
     workload: str = "digits-mlp"
     num_workers: int = 4
     topology: str = "one_peer_exponential"
     seed: int = 0
     num_steps: int = 0
-    """0 for as many as the file ``until`` will say."""
+    """0 to train until the step in the file ``until``."""
 
     lr: float = 0.0
-    """0 for that of the workload."""
+    """0 for the workload's own."""
 
     constant_lr: bool = False
-    """Whether the learning rate stays, as it does where nobody knows how many steps there are."""
+    """Whether the learning rate is constant, as it is if the number of steps is not known."""
 
     pace_s: float = 0.0
-    """How long a step sleeps, as one that computes on another processor."""
+    """How long a step sleeps, to emulate computation on another processor."""
 
     timeout_s: float = 5.0
     slow_from: int = 0
-    """From this step on, and while a worker is missing, steps are slower, for it to come back."""
+    """From this step on, steps are slower while a worker is missing, to let it join in time."""
 
 
 _WAITING_S = 0.25
-"""What a step takes while a worker is waited for."""
+"""Duration of such a slower step."""
 
 
 def train(spec: Spec, folder: Path) -> None:
-    """Train until the end, whoever else does."""
+    """Train until the last step, whatever happens to other workers."""
     torch.set_num_threads(1)
     workload = WORKLOADS[spec.workload]()
     data = workload.load()
@@ -96,7 +96,7 @@ def train(spec: Spec, folder: Path) -> None:
 
 
 def _wait_for_all(spec: Spec) -> None:
-    """Return when all processes have started once: the timeout is for training."""
+    """Wait until all processes have started once: the timeout is for training."""
     group = dist.group.WORLD
     assert group is not None
     store = group.get_group_store()
@@ -122,13 +122,13 @@ def _lr(spec: Spec) -> float:
 
 
 def _share_of_lr(step: int, spec: Spec) -> float:
-    """A twentieth of all steps to warm up, then a cosine."""
+    """Return a linear warm-up over a twentieth of all steps, times a cosine."""
     done = step / spec.num_steps
     return min(done / 0.05, 1.0) * (1 + np.cos(np.pi * done)) / 2
 
 
 def _batch(spec: Spec, data: Data, worker: int, step: int) -> tuple[Tensor, Tensor]:
-    """Return a worker's samples of a step: those of its own share, whoever else takes part."""
+    """Return a worker's samples of a step, from its own part of the data, whatever the members."""
     size = WORKLOADS[spec.workload]().recipe.batch_size
     share = len(data.train_targets) // spec.num_workers
     generator = np.random.default_rng((spec.seed, worker, step))
@@ -147,7 +147,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     folder: Path = parser.parse_args().folder
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    # First of all: who is to be hit must be found, whatever it is doing.
+    # First of all: a fault may be meant for a process that is still starting.
     rank = os.environ["RANK"]
     write_atomic(folder / f"{rank}.pid", lambda aside: aside.write_text(str(os.getpid())))
     train(Spec(**json.loads((folder / "spec.json").read_text())), folder)

@@ -1,12 +1,12 @@
-"""What ``gossamer launch`` tells the workers that it starts, beside torchrun's variables."""
+"""The variable by which ``gossamer launch`` tells a worker that it joins a running job."""
 
 from __future__ import annotations
 
 JOINS = "GOSSAMER_JOIN"
-"""The variable of a worker that comes when others train already; what it is set to follows."""
+"""Set only for a worker that joins a running job, to one of the values below."""
 
 RETURNED = "returned"
-"""It was started before, and has ended."""
+"""The worker was started before, and failed."""
 
 NEW = "new"
-"""It is one more than there were at the start."""
+"""The worker was not part of the job at its start."""

@@ -50,6 +50,9 @@ parameter goes through a step along ``step``, ``rank_context``, ``mixer`` and ``
         telemetry          what it has cost
     Failures
         membership         who takes part from epoch to epoch, agreed on through the store
+        epoch_watcher      the thread that polls an epoch's log and answers for this worker
+        proposal           the rules by which a member proposes the next epoch
+        epoch_log          the records that members write to the store about each epoch
         failures           where this rank is, and the error of what failed first
         causes             which rank stopped first
         notices            what ranks tell each other through the store

@@ -1,12 +1,12 @@
 """Why an exchange failed, and which rank stopped first.
 
 Note [Finding the cause]
-With Gloo a wait that times out breaks its connection, so one failure becomes many, and the peer
-that an error names may be healthy. Therefore each rank posts a notice: when it fails,
-when it ends, and when it has been blocked for a while. A notice names the ranks that its author
-waited for. From a rank's own notice one follows these names until a rank that posted none, which is
-the one that is gone or stalled, or until a notice that explains itself: an exception, an end, a
-call that not all ranks made, another round at the same step.
+In Gloo a wait that times out breaks its connection, so one failure causes many others, and the peer
+that an error names may be healthy. Each rank therefore posts a notice when it fails, when it ends,
+and when it has been blocked for a while. A notice names the ranks that its author waits for. The
+search starts at a rank's own notice and follows these names until a rank without a notice, which
+is gone or stalled, or until a notice that is a cause itself: an exception, an end, a collective
+call that not all ranks made, or another round at the same step.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from gossamer.gossip.notices import Notice, NoticeBoard, name_ranks
 
 
 class Cause(NamedTuple):
-    """What went wrong first."""
+    """The first failure."""
 
     reason: str
     culprit: int | None
-    """The rank to blame for it, where that is known."""
+    """The rank that failed, if known."""
 
 
 COLLECTIVE_ADVICE = "every rank must make this call; put the `if` inside"
-"""What to do where a call was made alone, as under `if rank == 0:`."""
+"""For a collective call on some ranks only, as under `if rank == 0:`."""
 
 _NO_ANSWER = Cause(
     "the cause is not known, because the store does not answer: the process that holds it, often "
@@ -37,21 +37,21 @@ _NO_ANSWER = Cause(
 )
 
 
-_UNFINISHED = Cause("the cause is not known, because the rank that looked for it is gone", None)
+_UNFINISHED = Cause("the cause is not known, because the rank that searched for it is gone", None)
 
 _FEW = 16
-"""Ranks that each look for the cause by themselves. If more all asked for all others' notices, the
-store would have n² questions to answer; so one of them looks, and the others take its word."""
+"""Up to so many ranks, each searches for the cause by itself. With more, one searches and the
+others use its result: n ranks that read n notices each would overload the store."""
 
 
 def find_cause(board: NoticeBoard, own: Notice, *, lost: bool) -> Cause:
-    """Post our own notice, and follow notices from it; see Note [Finding the cause].
+    """Post this rank's notice, and search from it; see Note [Finding the cause].
 
     Args:
-        board: where notices are.
-        own: what this rank posts.
-        lost: whether a connection was lost, and not a time exceeded: then the peer has ended, and a
-            notice that it posted while it was blocked does not explain that.
+        board: holds the notices.
+        own: this rank's notice.
+        lost: whether a connection closed, rather than a wait timed out. The peer has then ended,
+            and a notice that it posted while blocked does not explain it.
     """
 
     def search() -> Cause:
@@ -68,7 +68,7 @@ def find_cause(board: NoticeBoard, own: Notice, *, lost: bool) -> Cause:
 
 
 def _await_conclusion(board: NoticeBoard) -> Cause:
-    """Return what the first rank that failed has found; what failed after it failed because."""
+    """Return the cause that the first rank to fail has found: later failures follow from it."""
     try:
         board.store.wait(["cause"], timedelta(seconds=1.2 * board.search_s))
     except RuntimeError:
@@ -90,21 +90,21 @@ def _search(board: NoticeBoard, own: Notice, *, lost: bool) -> Cause:
         peer, found = _next_notice(board, notice, final=lost and notice is own)
         if found is None:
             first = board.first_failure()
-            if first is not None and not first.peers:  # the peer may only be late
+            if first is not None and not first.peers:  # the peer may not have posted yet
                 return _end_of(first)
-            saw_it_go = lost and len(seen) == 1
-            return Cause(f"rank {peer} is {'gone' if saw_it_go else 'gone or stalled'}", peer)
+            saw_it_end = lost and len(seen) == 1
+            return Cause(f"rank {peer} is {'gone' if saw_it_end else 'gone or stalled'}", peer)
         if found.mixes_otherwise(notice):
             ranks = name_ranks([notice.rank, peer])
             return Cause(f"{ranks} mix with different rounds at step {notice.step}", peer)
         if found in seen:
             return Cause(f"{name_ranks([n.rank for n in seen])} wait for each other", None)
         seen.append(found)
-    return Cause(f"rank {seen[-1].rank} does not go on, and why took too long to find", None)
+    return Cause(f"rank {seen[-1].rank} has stopped, and the search for why timed out", None)
 
 
 def _explain_call(board: NoticeBoard, notice: Notice) -> Cause:
-    """A collective call failed: somebody was not in it, or is gone."""
+    """Return the cause of a failed collective call: a rank did not make it, or is gone."""
     absent = [rank for rank in notice.peers if board.call_of(rank) != notice.numbered_call]
     for rank in absent or notice.peers:
         found = board.notice_of(rank)
@@ -123,7 +123,7 @@ def _explain_call(board: NoticeBoard, notice: Notice) -> Cause:
 
 
 def _explain_end(board: NoticeBoard, own: Notice, notice: Notice) -> Cause:
-    """A peer ended its gossip before this rank: it is behind, or this rank is ahead of most."""
+    """Return the cause where a peer ended first: it took too few steps, or this rank too many."""
     deadline = time.monotonic() + board.search_s / 2
     pause = 0.02
     others = [rank for rank in range(board.size) if rank != own.rank]
@@ -144,9 +144,9 @@ def _explain_end(board: NoticeBoard, own: Notice, notice: Notice) -> Cause:
 
 
 def _next_notice(board: NoticeBoard, notice: Notice, *, final: bool) -> tuple[int, Notice | None]:
-    """Return the peer that explains most, and its notice.
+    """Return the peer to follow, and its notice.
 
-    That is one that ended, one that mixes with another round, one without a notice, any other.
+    In this order: one that ended, one that mixes with another round, one without a notice, another.
     """
     began = time.monotonic()
     pause = 0.02
@@ -157,13 +157,14 @@ def _next_notice(board: NoticeBoard, notice: Notice, *, final: bool) -> tuple[in
         absent = [p for p, n in found.items() if n is None]
         blocked = [p for p, n in found.items() if n and final and not n.final]
         explained = ended or differing
-        # One is expected to stay absent; of several, some have only not been blocked for long yet.
+        # One peer without a notice is probably the lost one. Of several, most have not been blocked
+        # long enough to post: give up too early, and a healthy rank is blamed.
         patience = board.search_s * (0.5 if len(absent) < 2 else 0.9)
         if explained or not (absent or blocked) or time.monotonic() - began >= patience:
             peer = (explained or absent or blocked or [*found])[0]
             return peer, found[peer] if explained or peer not in blocked else None
         time.sleep(pause)
-        pause *= 1.5  # many ranks may be looking
+        pause *= 1.5  # many ranks may search at once
 
 
 def _end_of(notice: Notice) -> Cause:

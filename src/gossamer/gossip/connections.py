@@ -244,7 +244,7 @@ class Connections:
         """
         self._lanes = {}
         self._gloo.close()
-        # It refers back here, as in Transport.close: the store's connection would stay open.
+        # A reference cycle, which would keep the store's connection open; see Transport.close.
         self.detector.break_off = lambda: None
         if self._opened:
             groups, self._opened = self._opened, []

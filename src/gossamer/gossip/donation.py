@@ -1,4 +1,8 @@
-"""What a worker that joins gets from one that is there: all that training has come to."""
+"""The state that a worker that joins receives from its donor.
+
+Whatever training changes and a restart would lose must be packed here, or be reset on all members
+when they change.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +20,20 @@ from gossamer.gossip import snapshot
 _log = logging.getLogger(__name__)
 
 _OWN = ("lr", "initial_lr")
-"""What a group of parameters keeps under a scheduler, which counts from there. The second is only
-there where one has been made."""
+"""Settings of a parameter group that stay the joiner's own under a learning-rate scheduler, which
+computes from them. A scheduler sets the second one when it is made."""
 
 
 @final
 class Donation:
-    """Packs one worker's model and optimizers between two updates; loads another's.
+    """Serializes a donor's model and optimizers between two updates, and loads them in a joiner.
 
-    Memory of algorithms, wire formats and controls is not in it: when members change, that starts
-    anew on all of them.
+    The memory of algorithms, wire formats and controllers is left out: it is reset on all members
+    whenever they change.
 
     Args:
-        model: all its parameters and buffers.
-        optimizers: all their state, and their settings but for learning rates.
+        model: all its parameters and buffers are packed.
+        optimizers: all their state and settings are, but for learning rates under a scheduler.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -37,7 +41,7 @@ class Donation:
         self._optimizers = optimizers
 
     def pack(self) -> bytes:
-        """Return all of it as safetensors; where that cannot be, why."""
+        """Return the state as safetensors, or the reason why it cannot be serialized."""
         try:
             return snapshot.to_bytes(
                 {
@@ -45,23 +49,23 @@ class Donation:
                     "optimizers": [optimizer.state_dict() for optimizer in self._optimizers],
                 }
             )
-        except UserError as error:  # of whoever asks, and not of this worker
+        except UserError as error:  # only the joiner raises; the donor continues
             return snapshot.to_bytes({"refused": str(error)})
 
     @torch.no_grad()
     def load(self, data: bytes) -> None:
-        """Become what another worker has packed, bit for bit."""
+        """Load what a donor has packed, bit for bit."""
         state = snapshot.from_bytes(data)
         if "refused" in state:
             raise UserError(
-                f"a worker cannot join, because another cannot give: {state['refused']}"
+                f"a donor must be able to serialize its state, and cannot: {state['refused']}"
             )
         for name, tensor in self._tensors().items():
             tensor.copy_(state["tensors"][name])
         for optimizer, theirs in zip(self._optimizers, state["optimizers"], strict=True):
             _keep_rates(optimizer, theirs["param_groups"])
             optimizer.load_state_dict(theirs)
-            # Schedulers ask whether it has taken a step before they take theirs: another's it has.
+            # A scheduler warns if it steps before its optimizer has; the donor's optimizer has.
             untyped: Any = optimizer
             untyped._opt_called = True
 
@@ -71,17 +75,17 @@ class Donation:
 
 
 def _keep_rates(optimizer: Optimizer, theirs: Sequence[dict[str, Any]]) -> None:
-    """Give the groups that are to be loaded this optimizer's own learning rates.
+    """Replace the learning rates in a donor's groups by this optimizer's own.
 
-    But where there is no scheduler: then the rate is what others have come to by other means.
+    Without a scheduler the donor's stay: only the training loop can have changed them.
     """
     for ours, group in zip(optimizer.param_groups, theirs, strict=True):
         if "initial_lr" not in ours and "initial_lr" not in group:
             continue
         if float(ours["lr"]) != float(group["lr"]):
             _log.warning(
-                "this worker joins with the learning rate %g, and the one that it joins from has "
-                "%g; where a scheduler sets it, let it follow: "
+                "this worker joins with the learning rate %g, and its donor has %g; if a scheduler "
+                "sets it, advance the scheduler: "
                 "`for _ in range(gossip.num_steps): scheduler.step()`",
                 ours["lr"],
                 group["lr"],

@@ -1,4 +1,8 @@
-"""All of a gossip that depends on who takes part, and what makes it anew for other members."""
+"""All of a gossip that depends on its members, and the maker that rebuilds it for other members.
+
+When members change, the ``Epoch`` is replaced: nothing that must outlive it (parameters, optimizer
+state, counters) may be kept only here.
+"""
 
 from __future__ import annotations
 
@@ -37,29 +41,30 @@ from gossamer.wire import Packing, Wire
 _log = logging.getLogger(__name__)
 
 Topology: TypeAlias = str | Round | Schedule | Callable[[int], str | Round | Schedule]
-"""What a user names; a function gives it for any number of workers."""
+"""What a user chooses; a function returns it for any number of workers."""
 
 _FALLBACKS = ("base_graph(k=1)", "ring", "complete", "star")
-"""For a number of workers that a topology does not exist on; the first that the algorithm takes."""
+"""For numbers of workers without the chosen topology; the first that the algorithm accepts."""
 
 _OPENING_S, _OPENING_PER_WORKER_S = 3.0, 0.05
-"""How long members of a new epoch may take to connect: all of them have just been there."""
+"""How long members of a new epoch may take to connect: less than the timeout, as all have just
+answered."""
 
 
 @final
 @dataclass(frozen=True)
 class Rules:
-    """What decides the rounds of an epoch, whoever takes part.
+    """The arguments that decide the rounds of an epoch, for any number of members.
 
     Args:
-        topology: what a user chose.
+        topology: the user's choice.
         algorithm: what a step does with rounds.
         every: steps from one exchange to the next.
         gossip_steps: how often a step mixes.
         control: how far apart workers may be.
-        norms_every: once in so many steps norms are measured.
+        norms_every: steps from one measurement of norms to the next.
         fragments: in how many parts the parameters are exchanged.
-        wire: the format that they travel in.
+        wire: the wire format.
     """
 
     topology: Topology
@@ -72,15 +77,15 @@ class Rules:
     wire: Wire
 
     def schedule(self, num_workers: int) -> Schedule:
-        """Return the rounds on a number of workers."""
+        """Return the schedule on a number of workers."""
         return self._adapted(num_workers, self.every, self.fragments)
 
     def exchanged(self, num_workers: int) -> Schedule:
-        """Return these rounds without the local steps between them."""
+        """Return that schedule without local steps and fragments."""
         return self._adapted(num_workers, 1, 1)
 
     def or_fallback(self, num_workers: int) -> Rules:
-        """Return rules with rounds on a number of workers; a fallback's where there are none."""
+        """Return these rules if they work on a number of workers, else those with a fallback."""
         try:
             self.check(num_workers)
             return self
@@ -96,7 +101,7 @@ class Rules:
             raise
 
     def check(self, num_workers: int) -> None:
-        """Raise where there are no such rounds on a number of workers, or they cannot be run."""
+        """Raise if the topology does not exist on a number of workers, or cannot be run there."""
         self.make_source(self.schedule(num_workers))
         chosen = chooses_rounds(self.control)
         self.wire.check(self.algorithm, self.exchanged(num_workers), rounds_are_chosen=chosen)
@@ -106,7 +111,7 @@ class Rules:
         return self.algorithm.adapt(as_schedule(chosen, num_workers), every, fragments)
 
     def compares_rounds(self, schedule: Schedule) -> bool:
-        """Return whether ranks compare each round: a string means the same on all of them."""
+        """Return whether ranks compare every round, as a custom schedule without a period needs."""
         return not isinstance(self.topology, str) and schedule.period is None
 
     def norm_steps(self, schedule: Schedule) -> NormSteps:
@@ -114,7 +119,7 @@ class Rules:
         return NormSteps(schedule, self.algorithm.overlaps, self.norms_every)
 
     def make_source(self, schedule: Schedule) -> Callable[[RankMeter], RoundSource]:
-        """Return what makes the source of rounds, of a meter."""
+        """Return a function that makes the round source from a meter."""
         return make_round_source(
             self.control,
             schedule,
@@ -128,7 +133,7 @@ class Rules:
 @final
 @dataclass(frozen=True)
 class Epoch:
-    """All of a gossip that depends on who takes part."""
+    """All of a gossip that depends on its members."""
 
     members: tuple[int, ...]
     network: Network
@@ -138,27 +143,27 @@ class Epoch:
     context: RankContext
     norm_steps: NormSteps
     first_step: int = 0
-    """The first step that all members take together. One who is behind gets there by local steps,
-    in which it asks the others nothing."""
+    """The first step that all members mix in. A member that is behind takes local steps until then,
+    without collectives."""
 
     def drop(self) -> None:
-        """Let go of what is in flight, so that those who wait for it see that."""
+        """Close all connections, whatever is in flight; peers that wait for it fail at once."""
         self.context.drop()
         self.network.drop()
 
 
 @final
 class EpochMaker:
-    """Makes the epochs of one worker.
+    """Builds the epochs of one worker.
 
     Args:
-        rules: what decides their rounds.
+        rules: decide their rounds.
         trained: the parameters.
-        names: what they are called.
-        optimizers: what updates them.
+        names: their names.
+        optimizers: update them.
         packing: which buckets each step exchanges.
-        nonfinite_rounds: after how many rounds that it is left out of a worker raises.
-        within: what connects it to the ranks that hold its replica with it.
+        nonfinite_rounds: after how many rounds in a row that it is left out of a worker raises.
+        within: connects it to the ranks that hold the same replica.
     """
 
     def __init__(
@@ -186,7 +191,7 @@ class EpochMaker:
         rules: Rules,
         telemetry: Telemetry | None = None,
     ) -> Network:
-        """Connect with the members of a new epoch that begins after another."""
+        """Connect to the members of a new epoch that follows another one."""
         opening = timedelta(seconds=_OPENING_S + _OPENING_PER_WORKER_S * group.size())
         return Network(
             group,
@@ -205,7 +210,7 @@ class EpochMaker:
         members: tuple[int, ...],
         first_step: int = 0,
     ) -> Epoch:
-        """Put together what a step works with, on a network that is open."""
+        """Build an epoch on an open network."""
         mixers: dict[str, Mixer] = {}
         num_tags = 0
         for state, buckets in replica.exchanged.items():

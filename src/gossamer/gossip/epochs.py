@@ -1,4 +1,8 @@
-"""The epoch that a gossip is in, and how it comes to the next: a worker is lost, or joins."""
+"""The current epoch of a gossip, and the change to the next when a worker is lost or joins.
+
+Connections close with the last reference to them, which frees members that wait on them. An error
+that is kept across an epoch must therefore refer to no frame: see ``without_frames``.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +23,9 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from gossamer.gossip.donation import Donation
 from gossamer.gossip.epoch import Epoch, EpochMaker
+from gossamer.gossip.epoch_log import Arrival, Decision, clone
 from gossamer.gossip.failures import ExchangeError, FailureDetector
-from gossamer.gossip.membership import Arrival, Decision, Membership, clone
+from gossamer.gossip.membership import Membership
 from gossamer.gossip.network import Network, num_parts
 from gossamer.gossip.notices import NoticeBoard, describe
 from gossamer.gossip.replica import Replica
@@ -31,14 +36,14 @@ _log = logging.getLogger(__name__)
 
 @final
 class Epochs:
-    """Owns the current epoch; everything else asks here for what depends on members.
+    """Owns the current epoch; all that depends on the members is reached through it.
 
     Args:
-        maker: makes epochs.
-        replica: this worker's parameters, which go on from epoch to epoch.
-        membership: agrees on members; None where a failure is raised, and there is one epoch only.
-        store: where members of later epochs find each other.
-        donation: what a worker that joins gets from another.
+        maker: builds epochs.
+        replica: this worker's parameters, which stay from epoch to epoch.
+        membership: agrees on members; None if failures are raised, so that there is one epoch only.
+        store: where members of later epochs rendezvous.
+        donation: packs and loads the state that a worker joins with.
         timeout: how long a message may take.
     """
 
@@ -66,7 +71,7 @@ class Epochs:
         self._dropped: list[Network] = []
 
     def begin(self, first: Epoch) -> None:
-        """Take the epoch in which all workers start together."""
+        """Enter the first epoch, in which all workers start together."""
         self.current, self._has_begun = first, True
         self._telemetry = first.network.telemetry
         if self._membership is not None:
@@ -74,10 +79,10 @@ class Epochs:
             self._next_store.open()
 
     def join(self) -> Decision:
-        """Become a member of an epoch that begins later, with all that a donor has."""
-        assert self._membership is not None, "there is nobody to join"
+        """Become a member of a running job, with the state of a donor."""
+        assert self._membership is not None, "on_failure is 'raise'"
         self._came_later = True
-        error = ExchangeError("this worker comes later", lost=True)
+        error = ExchangeError("this worker joins a running job", lost=True)
         try:
             return self._open_next(self._membership, error, None)
         except BaseException as failed:
@@ -86,41 +91,41 @@ class Epochs:
 
     @property
     def survives(self) -> bool:
-        """Whether training goes on when a worker is lost."""
+        """Whether training continues when a worker is lost."""
         return self._membership is not None
 
     def admit(self) -> None:
-        """Come before the update of a step: end this epoch where a worker asks to join.
+        """End this epoch if a worker asks to join; called before the update of a step.
 
-        Not where another member is in a call that this one has yet to make, and that a worker which
-        joins would not.
+        Not while another member is in a collective call that this one has yet to make: the worker
+        would not make that call, so there is no step that it could begin with.
         """
-        if self._membership is not None and self._membership.is_asked:
+        if self._membership is not None and self._membership.has_request:
             detector = self.current.network.detector
             if detector.has_made_all_calls():
                 detector.alarm("a worker asks to join")
                 detector.raise_failure()
 
     def takes(self, error: ExchangeError) -> bool:
-        """Return whether others can go on after an error: a worker was lost, and that is asked."""
+        """Return whether this gossip recovers from an error: a worker was lost, and it survives."""
         return self.survives and error.lost
 
     def advance(
         self, error: ExchangeError, step: int, call: str, *, updated: bool = False
     ) -> Decision:
-        """Open the next epoch, with those who are left and who join; return how it began.
+        """Open the next epoch, with the survivors and the workers that join; return its decision.
 
         Args:
-            error: what has ended this one.
-            step: the step that this worker takes next, or is in before its update.
+            error: what ended this epoch.
+            step: this worker's next step, or the one that it is in before the update.
             call: the collective call that it is in.
-            updated: whether it is right behind the update of a step.
+            updated: whether it has just updated its parameters.
 
         Raises:
-            ExchangeError: it began without this worker, or cannot begin.
+            ExchangeError: this worker is not a member of it, or it cannot begin.
         """
         membership = self._membership
-        assert membership is not None, "a failure is raised"
+        assert membership is not None, "on_failure is 'raise'"
         left = self.current
         left.drop()
         self._dropped = [n for n in (*self._dropped, left.network) if not n.wait_dropped(0)]
@@ -138,7 +143,7 @@ class Epochs:
     def _open_next(
         self, membership: Membership, error: ExchangeError, arrival: Arrival | None
     ) -> Decision:
-        """Agree on an epoch and open it; on others where that fails."""
+        """Agree on an epoch and open it; if a member is lost meanwhile, on the one after it."""
         began = time.monotonic()
         detector = None if arrival is None else self.current.network.detector
         arrival = arrival or Arrival(member=membership.member, step=0, why="", joins=True)
@@ -154,25 +159,25 @@ class Epochs:
             try:
                 self.current = self._open(decision, group, detector, membership)
                 break
-            except ExchangeError as again:
+            except ExchangeError as failed:
                 detector.end()
-                if not again.lost:
+                if not failed.lost:
                     raise
-                error = without_frames(again)
-        self._say(membership, decision, error, time.monotonic() - began)
+                error = without_frames(failed)
+        self._report(membership, decision, error, time.monotonic() - began)
         if self.current.network.rank == 0:
             membership.discard_past()
         self._next_store.open()
         return decision
 
     def _group(self, membership: Membership) -> ProcessGroup:
-        """Return the members of the epoch that was decided, and where they find each other."""
+        """Return the process group of the epoch that was decided, on its own part of the store."""
         store = PrefixStore(f"epoch/{membership.epoch}", self._next_store.take())
         rank = membership.members.index(membership.member)
         return ProcessGroup(store, rank, len(membership.members))
 
     def _detector(self, membership: Membership, group: ProcessGroup) -> FailureDetector:
-        """Return what notices the failures of that epoch."""
+        """Return the failure detector of the epoch that was decided."""
         announce = partial(membership.announce, membership.epoch)
         heard = partial(membership.heard, membership.epoch, membership.members)
         detector = FailureDetector(NoticeBoard(group, self._timeout), announce, heard)
@@ -189,7 +194,7 @@ class Epochs:
     ) -> Epoch:
         if missing := membership.missing():
             detector.closed_peers.update(missing)
-            raise ExchangeError("a member was lost while others agreed", lost=True)
+            raise ExchangeError("a member was lost during the agreement", lost=True)
         rules = self._maker.rules.or_fallback(len(decision.members))
         network = self._maker.connect(group, detector, rules, self._telemetry)
         try:
@@ -203,30 +208,30 @@ class Epochs:
         )
 
     def _hand_over(self, decision: Decision, network: Network, member: int) -> None:
-        """Give those who join what they need, or get it, one after the other.
+        """Send the donors' state to the workers that join, one after the other.
 
-        All members meet after every part, so that each of these may take as long as a message:
-        whoever trained on meanwhile would wait for all of them together.
+        All members take part in a collective after every part of it. Otherwise members that neither
+        send nor receive would wait at their next exchange for all parts together, and time out.
         """
         ranks = {each: rank for rank, each in enumerate(decision.members)}
         for joiner, donor in decision.donors.items():
-            what = f"worker {joiner} to get what it joins with"
+            what = f"worker {joiner} to receive its donor's state"
 
-            def meet(value: int = 0, what: str = what) -> list[int]:
+            def sync(value: int = 0, what: str = what) -> list[int]:
                 return network.collectives.begin_gather(value, what)()
 
             data = self._donation.pack() if member == donor else b""
-            num_bytes = meet(len(data))[ranks[donor]]
+            num_bytes = sync(len(data))[ranks[donor]]
             if member == donor:
-                network.send(data, ranks[joiner], meet)
+                network.send(data, ranks[joiner], sync)
             elif member == joiner:
-                self._donation.load(network.receive(ranks[donor], meet))
+                self._donation.load(network.receive(ranks[donor], sync))
                 self.calls_done = decision.calls_done
             else:
                 for _ in range(num_parts(num_bytes)):
-                    meet()
+                    sync()
 
-    def _say(
+    def _report(
         self, membership: Membership, decision: Decision, error: ExchangeError, took_s: float
     ) -> None:
         network = self.current.network
@@ -236,36 +241,36 @@ class Epochs:
         network.telemetry.recovery_s += took_s
         changes = [
             *(f"without worker {worker}, {why}" for worker, why in decision.gone.items()),
-            *(f"worker {a} joins with the state of {b}" for a, b in decision.donors.items()),
+            *(f"worker {a} joins with the state of worker {b}" for a, b in decision.donors.items()),
         ]
         _log.warning(
-            "worker %d goes on at step %d as rank %d of %d, after %.2f s: %s (%s)",
+            "worker %d continues at step %d as rank %d of %d, after %.2f s: %s (%s)",
             membership.member,
             decision.step,
             network.rank,
             network.size,
             took_s,
-            "; ".join(changes) or "nobody is gone",
+            "; ".join(changes) or "nobody is lost",
             error,
         )
 
     def come_together(self) -> None:
-        """Let all steps be mixed from now on: all members have loaded the same one."""
+        """Mix in every step from now on: all members have loaded a state of the same step."""
         self.current = replace(self.current, first_step=0)
         self.current.context.first_mixed = 0
 
     def leave(self, why: str, *, alarm: bool) -> None:
-        """Tell the others that this worker takes part no more.
+        """Tell the other members that this worker leaves.
 
         Args:
-            why: what they will say of it.
-            alarm: whether they wait for it.
+            why: the reason that they log.
+            alarm: whether they may be waiting for it.
         """
         if self._membership is not None:
             self._membership.leave(why, alarm=alarm)
 
     def wait_dropped(self, seconds: float) -> bool:
-        """Return whether nothing waits on connections that were let go of, within a time."""
+        """Wait until no thread blocks on dropped connections; return False if time runs out."""
         deadline = time.monotonic() + seconds
         networks = [*self._dropped, self.current.network]
         return all([network.wait_dropped(deadline - time.monotonic()) for network in networks])
@@ -275,9 +280,9 @@ class Epochs:
 class _NextStore:
     """The connection to the store that the next epoch will use, opened before it is needed.
 
-    Each epoch has its own, because a thread of the epoch before may still wait on that one's. Both
-    ends look up each other's host name when they connect, which takes seconds where a resolver does
-    not answer: in the middle of a recovery others would take this worker for gone.
+    Each epoch has its own, because a thread of the epoch before may still block on that one's. Both
+    ends look up each other's host name when they connect, which takes seconds if a resolver does
+    not answer: in the middle of a recovery, this worker would count as lost.
     """
 
     def __init__(self, store: Store) -> None:
@@ -291,7 +296,7 @@ class _NextStore:
         self._thread.start()
 
     def _connect(self) -> None:
-        with contextlib.suppress(RuntimeError):  # of the store; take() meets it again
+        with contextlib.suppress(RuntimeError):  # of the store; take() tries again
             self._opened.append(clone(self._store))
 
     def take(self) -> Store:
@@ -308,7 +313,7 @@ def _seen(
     detector: FailureDetector,
     opened: bool,
 ) -> Arrival:
-    """Return what the others are told; of an epoch that was open, or was to be."""
+    """Return an arrival with what this worker detected, in an epoch that was open or opening."""
     return replace(
         arrival,
         why=str(error),
@@ -320,7 +325,7 @@ def _seen(
 
 
 def without_frames(error: ExchangeError) -> ExchangeError:
-    """Return an error that refers to nothing: connections close with the last reference to them."""
+    """Return an error without tracebacks, whose frames would keep connections from closing."""
     seen: BaseException | None = error
     while seen is not None:
         seen.__traceback__ = None

@@ -1,7 +1,7 @@
-"""Where this rank is, who is told when that lasts too long, and the error of what failed first.
+"""The failure detector: it tracks what a rank waits for, and turns a failed wait into an error.
 
-Nothing here costs anything while training goes well. ``notices`` is what ranks tell each other,
-``causes`` how the one that stopped first is found among it.
+While training runs without failures it must cost nothing: no query to the store per step.
+``notices`` holds what ranks post, ``causes`` the search for the rank that stopped first.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -23,15 +22,13 @@ from gossamer.gossip.notices import Notice, NoticeBoard, describe, name_ranks
 _log = logging.getLogger(__name__)
 
 _BLOCKED_S = 1.0
-"""After how long a blocked rank posts a notice: less than a failing one looks for it."""
+"""After how long a blocked rank posts a notice: less than a failing rank searches for it."""
 
 _WARN_S = 10.0
-"""After how long a blocked rank logs a warning; again after twice as long, and so on."""
+"""After how long a blocked rank logs a warning; the next ones after twice as long each."""
 
-_UNKNOWN = sys.maxsize
-
-_MOST_ASKED = 4
-"""Of how many peers a blocked rank reads what they show."""
+_MAX_PEERS_READ = 4
+"""Of how many peers a blocked rank reads the notices for its warning."""
 
 
 class ExchangeError(RuntimeError):
@@ -39,9 +36,9 @@ class ExchangeError(RuntimeError):
 
     Args:
         message: what this rank waited for, and the cause.
-        culprit: the rank that stopped first, where that is known.
-        lost: whether a wait failed, and not what ranks compared: others can go on without a peer.
-        timed_out: whether it failed only because it took too long.
+        culprit: the rank that stopped first, if known.
+        lost: whether a wait failed, which others survive, and not a comparison between ranks.
+        timed_out: whether the wait timed out, and no connection closed.
     """
 
     def __init__(
@@ -60,13 +57,13 @@ class ExchangeError(RuntimeError):
 
 @final
 class FailureDetector:
-    """Knows what this rank waits for; turns a wait that fails into an error with its cause.
+    """Tracks what this rank waits for; turns a failed wait into an error that names its cause.
 
     Args:
-        board: what ranks tell each other.
-        announce: tells others of a failure at once, in place of a search for its cause; survivors
-            that go on learn who is gone when they agree on members.
-        heard: returns the ranks that have done so.
+        board: the notices of all ranks.
+        announce: announces a failure to the others at once, instead of a search for its cause:
+            survivors learn who is lost when they agree on members.
+        heard: returns the ranks that have announced a failure.
     """
 
     def __init__(
@@ -79,66 +76,65 @@ class FailureDetector:
         self.heard = heard
         self._announce = announce
         self.break_off: Callable[[], None] = lambda: None
-        """What lets go of connections after that, so that peers need not wait to see a failure."""
+        """Closes connections after the announcement, so that peers fail at once."""
         self.closed_peers: set[int] = set()
-        """Ranks whose ends of connections had closed by then."""
-        # - Where this rank is
+        """Ranks whose connections had closed before that."""
+        # - What this rank does
         self._place = Notice(rank=board.rank, step=0, what="")
         self._awaited: tuple[str, tuple[int, ...]] = ("", ())
         self._times_out_at = 0.0
         self._blocked_since: float | None = None
-        # - Once something went wrong
+        # - The first failure
         self._lock = threading.Lock()
         self._failure: ExchangeError | None = None
         self._ended = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="gossamer-watch", daemon=True)
 
-    # - Where this rank is
+    # - What this rank does
 
     @property
     def survives(self) -> bool:
-        """Whether training goes on after a failure."""
+        """Whether training continues after a failure."""
         return self._announce is not None
 
     @property
     def timeout(self) -> timedelta:
-        """How long a message may take from when it is begun."""
+        """How long a message may take."""
         return self.board.timeout
 
     def at(self, step: int, round: str) -> None:
-        """Note the step, and the digest of the round that it mixes with."""
+        """Note the current step, and the digest of its round."""
         self._place = replace(self._place, step=step, round=round)
 
     @contextlib.contextmanager
     def calling(self, call: str) -> Generator[None]:
-        """Note a collective call, which fails where a rank makes it alone."""
+        """Note that this rank is in a collective call, and post it for ranks that are not."""
         self._place = replace(self._place, call=call, call_number=self._place.call_number + 1)
-        with contextlib.suppress(RuntimeError):  # a store that is gone stops no healthy ranks
-            self.board.post_call(self._place)
+        with contextlib.suppress(RuntimeError):  # healthy ranks train on without the store
+            self.board.post_call(self._place.numbered_call)
         try:
             yield
         finally:
             self._place = replace(self._place, call="")
 
     def has_made_all_calls(self) -> bool:
-        """Return whether no other rank is in a collective call that this one has not come to."""
-        ranks = range(self.board.size)
-        latest = self.board.ask(lambda: max(map(self.board.call_number, ranks)), _UNKNOWN)
-        return latest <= self._place.call_number
+        """Return whether no other rank is in a collective call that this one has yet to make."""
+        numbers = self.board.ask(self.board.call_numbers, [])
+        return bool(numbers) and max(numbers) <= self._place.call_number
 
     def awaits(self, what: str, peers: tuple[int, ...]) -> None:
-        """Note what is waited for next, on any thread, and who could end that wait."""
+        """Note the next wait, on any thread, and the ranks that can end it."""
         self._awaited = what, peers
         self._times_out_at = time.monotonic() + self.timeout.total_seconds()
 
     @property
     def seconds_left(self) -> float:
-        """How long the wait that was noted last may still take."""
+        """Time until the wait that was noted last times out."""
         return self._times_out_at - time.monotonic()
 
     @contextlib.contextmanager
     def blocked(self) -> Generator[None]:
-        """Note that training stands still in the meantime; a thread tells others if it is long."""
+        """Mark a block in which training waits; a thread posts a notice if it takes long."""
         outer, self._blocked_since = self._blocked_since, self._blocked_since or time.monotonic()
         try:
             yield
@@ -146,7 +142,9 @@ class FailureDetector:
             self._blocked_since = outer
 
     def watch(self) -> None:
-        """Begin to tell the others when this rank is blocked for long, from a thread."""
+        """Start the thread that posts a notice when this rank is blocked for long."""
+        if self.survives:  # else nobody joins, and call_numbers() is not asked for
+            self.board.post_call("")
         self._watcher.start()
 
     def _watch(self) -> None:
@@ -158,7 +156,7 @@ class FailureDetector:
             blocked = 0.0 if since is None else time.monotonic() - since
             what, peers = self._awaited
             notice = replace(self._place, what=what, peers=peers) if blocked > limit else None
-            # Whoever fails will say that the store is gone, if it is.
+            # An unreachable store is reported by a rank that fails, not by one that waits.
             with contextlib.suppress(RuntimeError):
                 if notice is not None and notice != posted:
                     self.board.post(notice)
@@ -172,10 +170,10 @@ class FailureDetector:
                 _log.warning("%s, for %.0f s so far%s", notice, blocked, self._advice(notice))
 
     def _advice(self, notice: Notice) -> str:
-        """Say what to do where this rank, or one that it waits for, is in a call by itself."""
+        """Return advice if this rank, or one that it waits for, is alone in a collective call."""
         calls = [notice]
         with contextlib.suppress(RuntimeError):
-            calls += filter(None, map(self.board.notice_of, notice.peers[:_MOST_ASKED]))
+            calls += filter(None, map(self.board.notice_of, notice.peers[:_MAX_PEERS_READ]))
         for each in calls:
             if each.call:
                 where = "" if each is notice else f"; rank {each.rank} is in {each.call}"
@@ -183,35 +181,35 @@ class FailureDetector:
         return ""
 
     def end(self) -> None:
-        """End all threads, where the store lets them."""
+        """End all threads, if the store answers."""
         self._ended.set()
         if self._watcher.is_alive():
             self._watcher.join(self.board.search_s)
         self.board.end()
 
-    # - What failed
+    # - Failures
 
     @property
     def broken(self) -> bool:
-        """Whether something failed: nothing that was sent or received may be used any more."""
+        """Whether a wait has failed: the network must not be used any more."""
         return self._failure is not None
 
     def raise_failure(self) -> None:
-        """Raise what failed first, if anything did."""
+        """Raise the first failure, if there is one."""
         if self._failure is not None:
-            with self._lock:  # until connections are let go of, which shows whose are closed
+            with self._lock:  # until connections are closed, which fills closed_peers
                 raise self._failure
 
     def failure(self, what: str, peers: tuple[int, ...], error: RuntimeError) -> ExchangeError:
-        """Return the error to raise where a wait failed.
+        """Return the error to raise after a failed wait.
 
-        The first one stays: what fails after it fails because of it.
+        It is always the first one: later failures follow from it.
         """
         with self._lock:
             if self._failure is None:
-                if self._ended.is_set():  # nobody asks any more, and threads must come to an end
+                if self._ended.is_set():  # no search any more: threads must end
                     return ExchangeError(f"rank {self.board.rank} has ended its gossip")
-                self._ended.set()  # the watcher must not overwrite the last notice
+                self._ended.set()  # else the watcher may overwrite the final notice
                 own = replace(self._place, what=what, peers=peers, final=True)
                 lost = not re.search("timed? ?out", str(error), re.IGNORECASE)
                 if self._announce is None:
@@ -225,25 +223,25 @@ class FailureDetector:
                     lost=True,
                     timed_out=not lost,
                 )
-                self._tell()
+                self._announce_failure()
             return self._failure
 
     def alarm(self, reason: str) -> None:
-        """Let every call from now on raise that another rank has lost one; from any thread."""
+        """Fail all calls from now on, because another rank reports a failure; from any thread."""
         with self._lock:
             if self._failure is None and not self._ended.is_set():
                 self._ended.set()
                 self._failure = ExchangeError(reason, lost=True)
-                self._tell()
+                self._announce_failure()
 
-    def _tell(self) -> None:
-        """Let those who wait for this rank know, whatever its other threads wait for themselves."""
+    def _announce_failure(self) -> None:
+        """Free the ranks that wait for this one, whatever its own threads wait for."""
         if self._announce is not None:
-            self._announce()  # first: who lets go of connections and says nothing is gone
+            self._announce()  # first: a rank that closes connections unannounced counts as lost
             self.break_off()
 
     def difference(self, others: Sequence[int], message: str) -> ExchangeError:
-        """Return the error to raise where other ranks have sent something else."""
+        """Return the error to raise where other ranks sent a different value."""
         with self._lock:
             if self._failure is None:
                 self._ended.set()
@@ -252,15 +250,15 @@ class FailureDetector:
             return self._failure
 
     def give_up(self, error: Exception) -> None:
-        """Tell the others why this rank stops; from now on all calls raise that."""
+        """Post why this rank stops; all later calls raise the same."""
         self.leave(f"raised {describe(error)}")
         with self._lock:
             self._failure = self._failure or ExchangeError(str(error), self.board.rank)
 
     def calls_of(self, ranks: Sequence[int]) -> str:
-        """Return which calls other ranks have made last, in words.
+        """Return the last collective calls of other ranks, in words.
 
-        They may be over: what ranks gather at every step is not noted, for that would cost time.
+        A rank may be past that call: gathers in every step are not posted, to save time.
         """
         calls = self.board.ask(lambda: [self.board.call_of(rank) for rank in ranks], [])
         if not calls:
@@ -273,11 +271,11 @@ class FailureDetector:
         )
 
     def leave(self, reason: str, *, ended: bool = False) -> None:
-        """Tell the others why this rank ends before they do.
+        """Post why this rank ends before the others.
 
         Args:
             reason: what it did.
-            ended: whether in order, with all its steps taken.
+            ended: whether it has taken all its steps and closed its gossip.
         """
         self.end()
         if self._failure is None:
@@ -288,7 +286,7 @@ class FailureDetector:
 
     @contextlib.contextmanager
     def leaving_on_error(self) -> Generator[None]:
-        """Tell the others about an exception that passes through."""
+        """Post an exception that leaves the block."""
         try:
             yield
         except BaseException as error:

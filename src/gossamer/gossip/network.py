@@ -1,4 +1,8 @@
-"""All that connects one rank to the others, opened and ended together."""
+"""The connections of one rank to all others, opened and closed together.
+
+A thread that blocks in Gloo aborts the process if it is woken while the interpreter shuts down.
+``close`` and ``abandon`` wait for such threads; after ``drop``, ``wait_dropped`` does.
+"""
 
 from __future__ import annotations
 
@@ -22,34 +26,31 @@ _SHUTDOWN_S = 10.0
 """How long an interpreter may take to shut down."""
 
 _TAG = 1 << 29
-"""Of messages that are no part of a round."""
+"""Of messages that are not part of a round."""
 
 _PART_BYTES = 2**26
-"""The most that one wait, and so one timeout, is for."""
+"""The most that one message carries, and so one timeout covers."""
 
 _DIGEST_BYTES = 32
+_HEADER_BYTES = 8 + _DIGEST_BYTES
 
 MOST_ROUNDS_CONNECTED = 64
-"""Of a schedule with a period: more would cost too many sockets. All ranks compare as many, for
-ranks with different ones would wait for each other."""
+"""Of a schedule with a period; more would need too many sockets. The handshake compares as many:
+ranks that connect different rounds would wait for each other."""
 
 
 def rounds_to_connect(schedule: Schedule) -> Iterable[Round]:
-    """Return the rounds whose groups are worth a process group each.
+    """Return the rounds whose groups get process groups of their own.
 
-    Schedules with a longer period average in groups by messages.
+    Schedules with a longer period average in groups by point-to-point messages.
     """
     period = schedule.period or 0
     return map(schedule.round, range(period)) if period <= MOST_ROUNDS_CONNECTED else ()
 
 
 def num_parts(num_bytes: int) -> int:
-    """Return in how many parts bytes are sent, each of which may take as long as a message."""
-    return 1 + max(-(-num_bytes // _PART_BYTES), 1)  # the header, and one even of nothing
-
-
-def _header(num_bytes: int, digest: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(num_bytes.to_bytes(8, "little") + digest), dtype=torch.uint8)
+    """Return in how many messages ``send`` sends bytes, each with the timeout of a message."""
+    return 1 + max(-(-num_bytes // _PART_BYTES), 1)  # a header, and at least one part
 
 
 @final
@@ -57,12 +58,12 @@ class Network:
     """The exchanges and collectives of one rank.
 
     Args:
-        process_group: the ranks that take part; nothing is sent on it.
-        detector: who explains what fails.
-        device: where the tensors live.
+        process_group: gives rank, size and store; nothing is sent on it.
+        detector: explains failures.
+        device: of the tensors.
         rounds: rounds whose groups get process groups of their own; see ``Transport``.
-        telemetry: what to count in, where there was a network before this one.
-        opening: how long ranks may take to connect, where that is less than the timeout.
+        telemetry: counters of the network before this one, if there was one.
+        opening: how long ranks may take to connect, if less than the timeout.
     """
 
     def __init__(
@@ -84,7 +85,9 @@ class Network:
             self.collectives = Collectives(self._connections, self.telemetry)
             self.transport = Transport(self._connections, self.telemetry, rounds=rounds)
         except ExchangeError:
-            if opening is not None:  # others are to see at once that this rank does not wait on
+            if (
+                opening is not None
+            ):  # members that still connect must see at once that this rank does not
                 self._connections.drop()
             raise
         self._connections.allow_computation()
@@ -92,20 +95,22 @@ class Network:
     # - Bytes from one rank to another
 
     def send(self, data: bytes, receiver: int, each_part: Callable[[], object]) -> None:
-        """Send bytes to a rank, which must be in ``receive``; returns when it has taken them.
+        """Send bytes to a rank, which must be in ``receive``; return when all are received.
 
         Args:
-            data: any number of them.
+            data: one byte or more.
             receiver: its rank.
-            each_part: called when one of ``num_parts`` is sent.
+            each_part: called after each of ``num_parts`` messages.
         """
         digest = hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
-        header = _header(len(data), digest)
-        content = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        header = len(data).to_bytes(8, "little") + digest
+        starts, view = range(0, len(data), _PART_BYTES), memoryview(data)
         lane = self._open_lane(self.rank, receiver)
-        for part in (header, *content.split(_PART_BYTES)):
-            what = f"rank {receiver} to take what it is sent"
-            self._wait(lambda part=part: lane.send([part], 1, _TAG), what, receiver)
+        what = f"rank {receiver} to receive its donor's state"
+        for part in (header, *(view[start : start + _PART_BYTES] for start in starts)):
+            # torch needs writable memory: copy one part at a time, or the donor holds all twice.
+            content = torch.frombuffer(bytearray(part), dtype=torch.uint8)
+            self._wait(lambda content=content: lane.send([content], 1, _TAG), what, receiver)
             each_part()
 
     def receive(self, sender: int, each_part: Callable[[], object]) -> bytes:
@@ -113,14 +118,14 @@ class Network:
 
         Args:
             sender: its rank.
-            each_part: called when one of ``num_parts`` has come.
+            each_part: called after each of ``num_parts`` messages.
 
         Raises:
-            ExchangeError: they did not come, or are not what was sent.
+            ExchangeError: they did not arrive, or their digest differs from the sender's.
         """
         lane = self._open_lane(sender, self.rank)
-        what = f"what rank {sender} sends"
-        header = torch.empty_like(_header(0, bytes(_DIGEST_BYTES)))
+        what = f"the state of rank {sender}"
+        header = torch.empty(_HEADER_BYTES, dtype=torch.uint8)
         self._wait(lambda: lane.recv([header], 0, _TAG), what, sender)
         each_part()
         raw = header.numpy().tobytes()
@@ -130,7 +135,7 @@ class Network:
             each_part()
         data = content.numpy().tobytes()
         if hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest() != raw[8:]:
-            raise self.detector.failure(what, (sender,), RuntimeError("its digest is another"))
+            raise self.detector.failure(what, (sender,), RuntimeError("its digest differs"))
         return data
 
     def _open_lane(self, sender: int, receiver: int) -> ProcessGroup:
@@ -142,15 +147,15 @@ class Network:
             self._connections.begin(work, what, (peer,))()
 
     def close(self) -> None:
-        """Leave all groups, when gathers in flight have ended; no exchange may be."""
-        # A thread of ours that waits in Gloo must not be woken when the interpreter is gone.
+        """Leave all groups after gathers in flight; no exchange may be in flight."""
+        # A thread that waits in Gloo must not be woken after the interpreter has shut down.
         self.collectives.wait_idle(self.detector.timeout.total_seconds())
         self.transport.close()
         self.collectives.close()
         self._connections.close()
 
     def drop(self) -> None:
-        """Let go of everything, whatever is in flight, so that peers see connections close."""
+        """Close all connections, whatever is in flight, so that peers see them close."""
         if self._is_dropped:
             return
         self._is_dropped = True
@@ -159,7 +164,7 @@ class Network:
         self._connections.drop()
 
     def wait_dropped(self, seconds: float) -> bool:
-        """Return whether nothing waits on what was dropped any more, within a time."""
+        """Wait until no thread blocks on dropped connections; return False if time runs out."""
         deadline = time.monotonic() + seconds
         idle = [
             waiting.wait_idle(max(deadline - time.monotonic(), 0.0))
@@ -168,11 +173,11 @@ class Network:
         return self._connections.wait_dropped(deadline - time.monotonic()) and all(idle)
 
     def abandon(self, seconds: float) -> None:
-        """Let the process end, or go on without this network, though peers have failed it.
+        """Give up this network after a failure, so that the process can end or continue without it.
 
-        A thread that waits in Gloo would abort the process if it were woken while the interpreter
-        shuts down: by its timeout, a peer's end, or that of its own group. So it gets time to be
-        woken before, and all connections stay until the process is gone.
+        A thread that waits in Gloo aborts the process if it is woken while the interpreter shuts
+        down: by its timeout, by a peer that ends, or by its own group. It therefore gets time to
+        wake up first, and all connections stay open until the process has ended.
         """
         left = self.detector.seconds_left
         deadline = time.monotonic() + (left + 1 if left < seconds + _SHUTDOWN_S else seconds)

@@ -1,7 +1,8 @@
-"""What ranks tell each other through the store: where they are, and why they stopped.
+"""The notices that ranks post in the store: where each is, and why it stopped.
 
-The store is the side channel: it works before anything has been sent, and after a connection is
-lost.
+The store is a side channel: it works before ranks are connected, and after a connection is lost.
+It may also block forever, if the process that holds it is stopped: a query on a thread that
+somebody waits for goes through ``NoticeBoard.ask``.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore
 
 _SEARCH_S = 4.0
-"""How long a failing rank looks for the cause, or half its timeout. The store may not answer."""
+"""How long a failing rank searches for the cause, or half its timeout: the store may not answer."""
 
-_MOST_SAID = 500
-"""Characters of an exception that go into a notice: enough to know it by."""
+_MAX_CHARS = 500
+"""Of an exception in a notice: enough to recognize it."""
 
 Answer = TypeVar("Answer")
 
@@ -29,115 +30,119 @@ Answer = TypeVar("Answer")
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
-    """What one rank says about itself."""
+    """What one rank reports about itself."""
 
     rank: int
     step: int
     what: str
-    """What it waited for or did."""
+    """What it waits for, or did."""
 
     peers: tuple[int, ...] = ()
-    """The ranks that could have ended the wait; none where the notice explains itself."""
+    """The ranks that it waits for; none if the notice itself is the cause."""
 
     round: str = ""
-    """Digest of the round that it was mixing with."""
+    """Digest of the round that it mixes with."""
 
     call: str = ""
-    """The collective call that it was in."""
+    """The collective call that it is in."""
 
     call_number: int = 0
-    """How many such calls it had made, this one included."""
+    """How many collective calls it has made, including this one."""
 
     final: bool = False
-    """Whether it will not go on, and is not only blocked."""
+    """Whether it has stopped, and is not only blocked."""
 
     ended: bool = False
-    """Whether it has taken all its steps, and ended its gossip in order."""
+    """Whether it has taken all its steps and closed its gossip."""
 
     def __str__(self) -> str:
-        """Say where the rank is and what it waits for."""
+        """Return where the rank is and what it waits for."""
         during = f" in {self.call}" if self.call else ""
         return f"rank {self.rank} at step {self.step}{during} waits for {self.what}"
 
     @property
     def numbered_call(self) -> str:
-        """The collective call, so that two ranks in the same one say the same."""
+        """The collective call with its number: equal on two ranks that are in the same call."""
         return f"{self.call_number} {self.call}"
 
     def mixes_otherwise(self, other: Notice) -> bool:
-        """Whether two ranks are at the same step, with different rounds."""
+        """Return whether two ranks are at the same step with different rounds."""
         return bool(self.round) and self.round != other.round and self.step == other.step
 
 
 @final
 class NoticeBoard:
-    """One rank's access to the store, in a part of it that no other gossip uses.
+    """One rank's access to the notices, in a part of the store that no other gossip uses.
 
     Args:
         process_group: gives rank, size and store.
         timeout: how long ranks wait for each other.
-        serial: of the gossip, where that began before.
+        serial: number of the gossip, if it is running already.
     """
 
     def __init__(self, process_group: ProcessGroup, timeout: timedelta, serial: int = 0) -> None:
         self.rank, self.size = process_group.rank(), process_group.size()
         self.timeout = timeout
         self.search_s = min(_SEARCH_S, timeout.total_seconds() / 2)
-        """How long a rank that failed looks for the cause."""
-        # Starting a gossip is a collective call, so its number among those that this rank has
-        # started is the same on all ranks.
+        """How long a rank that failed searches for the cause."""
+        # Starting a gossip is a collective call, so all ranks count the same number of them.
         store = process_group.get_group_store()
         serial = serial or store.add(f"gossamer/opened/{self.rank}", 1)
         self.store = PrefixStore(f"gossamer/{serial}", store)
         self._threads: list[threading.Thread] = []
 
     def post(self, notice: Notice) -> None:
-        """Show this rank's notice in place of the one before."""
+        """Replace this rank's notice."""
         self.store.set(f"notice/{self.rank}", json.dumps(asdict(notice)))
         if notice.final and not notice.ended:
-            self.store.compare_set("failed", "", str(self.rank))  # the first one's stays
+            self.store.compare_set("failed", "", str(self.rank))  # the first failure stays
 
     def take_back(self) -> None:
-        """Remove this rank's notice: it went on."""
+        """Clear this rank's notice: it is no longer blocked."""
         self.store.set(f"notice/{self.rank}", "")
 
     def will_come(self, peer: int) -> bool:
-        """Return whether a peer that is late may still come: nobody has failed, nor has it ended.
+        """Return whether a peer may still connect: no rank has failed, and the peer has not ended.
 
-        One who was never connected with a rank does not see it end, but others have.
+        A rank that was never connected to a peer does not see it end, but other ranks do.
         """
         notice = self.notice_of(peer)
         return not self.store.check(["failed"]) and (notice is None or not notice.final)
 
     def first_failure(self) -> Notice | None:
-        """Return what the rank that failed first shows, if any has."""
+        """Return the notice of the rank that failed first, if any has."""
         failed = self._get("failed")
         return self.notice_of(int(failed)) if failed else None
 
     def notice_of(self, rank: int) -> Notice | None:
-        """Return what a rank shows, if anything."""
+        """Return a rank's notice, if it has posted one."""
         posted = self._get(f"notice/{rank}")
         if not posted:
             return None
         notice = Notice(**json.loads(posted))
         return replace(notice, peers=tuple(notice.peers))  # a list in JSON
 
-    def post_call(self, notice: Notice) -> None:
-        """Show which collective call this rank has begun."""
-        self.store.set(f"call/{self.rank}", notice.numbered_call)
+    def post_call(self, numbered_call: str) -> None:
+        """Post the collective call that this rank has begun; empty before the first."""
+        self.store.set(f"call/{self.rank}", numbered_call)
 
     def call_of(self, rank: int) -> str:
-        """Return the collective call that a rank began last, with its number."""
+        """Return the last collective call that a rank has begun, with its number."""
         return self._get(f"call/{rank}")
 
-    def call_number(self, rank: int) -> int:
-        """Return how many collective calls a rank has begun."""
-        return int(self.call_of(rank).partition(" ")[0] or 0)
+    def call_numbers(self) -> list[int]:
+        """Return how many collective calls each rank has begun; none if one has yet to post.
+
+        Two queries for any number of ranks: all of them ask in every step while a worker joins.
+        """
+        keys = [f"call/{rank}" for rank in range(self.size)]
+        calls = self.store.multi_get(keys) if self.store.check(keys) else []
+        return [int(call.decode().partition(" ")[0] or 0) for call in calls]
 
     def discard(self) -> None:
-        """Say that this rank asks and tells nothing more; the last rank to do so removes all keys.
+        """Give up this board; the last rank to do so deletes all its keys.
 
-        A store outlives the gossips on it: a job that opens one after the other must not fill it.
+        The store outlives gossips: a job that opens many of them must not fill it.
         """
 
         def count() -> None:
@@ -148,9 +153,9 @@ class NoticeBoard:
         self.ask(count, None)
 
     def ask(self, question: Callable[[], Answer], otherwise: Answer) -> Answer:
-        """Return the answer, or the other one where asking fails or takes too long.
+        """Return the answer to a query, or a default if it fails or takes too long.
 
-        On a thread: a store whose process is stopped does not answer, and has no timeout itself.
+        On a thread: a store whose process is stopped does not answer, and clients do not time out.
         """
         answers: list[Answer] = []
 
@@ -165,9 +170,9 @@ class NoticeBoard:
         return answers[0] if answers else otherwise
 
     def end(self) -> None:
-        """End all threads that still ask, where the store lets them."""
+        """Join all threads with pending queries, if the store answers."""
         for thread in self._threads:
-            if thread.is_alive():  # one that is not started yet, by another thread, has no end
+            if thread.is_alive():  # one that another thread is about to start cannot be joined
                 thread.join(self.search_s)
 
     def _get(self, key: str) -> str:
@@ -175,20 +180,20 @@ class NoticeBoard:
 
 
 def describe(error: BaseException, in_words: Callable[[BaseException], str] = repr) -> str:
-    """Say what was raised in a few words, whatever the exception is made of.
+    """Return an exception in words, truncated; never raises.
 
     >>> describe(ValueError("x" * 3000))[:20], len(describe(ValueError("x" * 3000)))
     ("ValueError('xxxxxxxx", 500)
     """
     try:
-        said = in_words(error)
-    except Exception:  # its own code, at a moment when others wait for a word
-        said = f"{type(error).__name__}, which cannot say what it is"
-    return said if len(said) <= _MOST_SAID else said[: _MOST_SAID - 1] + "…"
+        words = in_words(error)
+    except Exception:  # a user's class may raise in __repr__, and peers wait for this notice
+        words = f"{type(error).__name__}, whose __repr__ or __str__ raises"
+    return words if len(words) <= _MAX_CHARS else words[: _MAX_CHARS - 1] + "…"
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Name ranks, as in "rank 3" or "ranks 1, 2".
+    """Return ranks in words.
 
     >>> name_ranks([1, 2])
     'ranks 1, 2'

@@ -1,9 +1,9 @@
-"""Samples shared out among the members, step by step: who is lost leaves its share to the others.
+"""A sampler that divides the samples of every step among the current members.
 
-Step t is for the samples at t·B to (t+1)·B of one endless sequence, a new permutation of all
-samples after the other, with B samples per step of all workers together. The k-th of n members
-takes every n-th of them, from the k-th on. So nothing has to be saved or told but the step, and
-when members change, the next step is shared among those who are there.
+The samples form one endless sequence: one permutation of the data set after another. Step t uses
+the samples at positions t·B to (t+1)·B, where B is the batch size of all workers together, and the
+k-th of n members takes every n-th of them, beginning with the k-th. The step is therefore the only
+state: when members change, they divide the next step's samples without any message.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gossamer.seeds import pass_seed
 
 
 class Members(Protocol):
-    """Who takes part now; a ``Gossip`` is one."""
+    """The current members, such as a ``Gossip`` gives them."""
 
     @property
     def rank(self) -> int:
@@ -28,7 +28,7 @@ class Members(Protocol):
 
     @property
     def num_workers(self) -> int:
-        """How many members there are."""
+        """The number of members."""
         ...
 
     @property
@@ -41,18 +41,19 @@ class Members(Protocol):
 class MemberSampler:
     """A batch sampler for ``DataLoader(batch_sampler=...)``: this worker's samples of every step.
 
-    It has no end; the loop has. Every sample comes once before any comes again, over all workers,
-    as long as nobody is lost. A death costs the share of the one that is lost in the step that all
-    are in. Where workers are not in the same one, samples of the steps between the last and the
-    first of them may be missed or come twice, and of those that a loader has read ahead; samples of
-    all other steps come once. With fewer members batches are larger, and as many samples per step.
-    Batches are counted from ``gossip.num_steps`` on. Where a loop takes several per step, to
-    accumulate gradients, or a GradScaler skips steps, a worker that joins is elsewhere: ask for
-    ``batch(...)`` there, by a count that all workers agree on.
+    It never ends; the training loop does. While no worker is lost, every sample is drawn once per
+    pass over the data set, by one of the workers. A lost worker's samples of the step that all are
+    in are missed. If workers are in different steps, samples of the steps from the slowest to the
+    fastest worker, and of batches that a loader has prefetched, may be missed or drawn twice. With
+    fewer members each draws a larger batch, and a step still uses ``batch_size`` samples.
+
+    The iterator counts batches from ``gossip.num_steps``. If the loop draws several batches per
+    step, to accumulate gradients, or a GradScaler skips steps, a worker that joins would begin at
+    another batch than the others: call ``batch(count)`` then, with a count that all workers share.
 
     Args:
-        gossip: who takes part.
-        num_samples: in the data set.
+        gossip: gives the current members.
+        num_samples: size of the data set.
         batch_size: samples per step of all workers together.
         seed: of the permutations; the same on all workers.
     """
@@ -62,9 +63,9 @@ class MemberSampler:
     ) -> None:
         if num_samples < 1 or batch_size < gossip.num_workers:
             raise UserError(
-                "a sampler needs a sample, and one per step for each worker, got "
+                "a sampler needs one sample or more, and one per worker in each step, got "
                 f"{num_samples} samples and batch_size={batch_size} for {gossip.num_workers} "
-                "workers; batch_size is that of all of them together"
+                "workers; batch_size counts the samples of all workers together"
             )
         self._gossip = gossip
         self._num_samples = num_samples
@@ -73,21 +74,21 @@ class MemberSampler:
         self._permutation: tuple[int, Tensor] = (-1, torch.empty(0))
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Yield the batches of this step and all after it."""
+        """Yield the batches of the current step and of all steps after it."""
         step = self._gossip.num_steps
         while True:
             yield self.batch(step)
             step += 1
 
     def batch(self, step: int) -> list[int]:
-        """Return the indices of this worker's samples in a step, with the members of now."""
+        """Return the indices of this worker's samples in a step, given the current members."""
         first, last = step * self._batch_size, (step + 1) * self._batch_size
-        places = range(first + self._gossip.rank, last, self._gossip.num_workers)
-        return [self._sample(place) for place in places]
+        positions = range(first + self._gossip.rank, last, self._gossip.num_workers)
+        return [self._sample(position) for position in positions]
 
-    def _sample(self, place: int) -> int:
-        """Return what is at a place of the endless sequence."""
-        epoch, within = divmod(place, self._num_samples)
+    def _sample(self, position: int) -> int:
+        """Return the sample at a position of the endless sequence."""
+        epoch, within = divmod(position, self._num_samples)
         if self._permutation[0] != epoch:
             generator = torch.Generator().manual_seed(pass_seed(self._seed, epoch))
             self._permutation = epoch, torch.randperm(self._num_samples, generator=generator)

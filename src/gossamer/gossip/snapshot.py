@@ -1,10 +1,10 @@
-"""One rank's state as a file: its tensors as safetensors, everything else as JSON among them.
+"""One rank's state as a safetensors file, with everything that is not a tensor as JSON inside.
 
 Nothing in the file is executed when it is read. A state is what ``state_dict()`` returns: dicts
 with keys that are strings or integers, lists, tuples, tensors, numbers, strings and None, nested.
-It comes back as it was: tuples stay tuples, floats are exact, tensors keep dtype and strides.
+It is read back exactly: tuples stay tuples, floats are exact, tensors keep dtype and strides.
 
-In the JSON a list is a list, and other things that JSON does not have are an object of one kind:
+In the JSON a list is a list, and what JSON cannot express is an object with its kind as key:
 ``{"tuple": [...]}``, ``{"dict": [[key, value], ...]}``, ``{"tensor": name}``.
 """
 
@@ -32,7 +32,7 @@ StateDict: TypeAlias = dict[str, Any]
 Place: TypeAlias = tuple[object, ...]
 
 _STRUCTURE = "structure.json"
-"""Name of the JSON, a tensor of bytes: safetensors has a place for strings too, but a small one."""
+"""Name of the tensor of bytes that holds the JSON; the metadata of safetensors is too small."""
 
 _RESERVED = ("__metadata__", _STRUCTURE)
 
@@ -49,28 +49,28 @@ _DTYPES = {
     *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat16),
     *(torch.float32, torch.float64, torch.complex64),
 }
-"""What safetensors can hold."""
+"""The dtypes of safetensors."""
 
 
 class DamagedError(Exception):
-    """A file is not what was written."""
+    """A file does not hold what was written."""
 
 
 def write(path: Path, state: StateDict) -> int:
-    """Write a state to a file, through to the disk; return its checksum."""
+    """Write a state to a file, with fsync; return its checksum."""
     tensors = _tensors_of(state)
-    path.unlink(missing_ok=True)  # what is there may be a pipe, or a link to elsewhere
+    path.unlink(missing_ok=True)  # an existing path may be a pipe or a symbolic link
     try:
         save_file(tensors, path)
         with path.open("rb+") as file:
             os.fsync(file.fileno())
         return checksum_of(path)
     except (OSError, SafetensorError) as error:
-        path.unlink(missing_ok=True)  # half of it would only take room
+        path.unlink(missing_ok=True)  # a partial file would only use disk space
         raise OSError(
-            getattr(error, "errno", None) or errno.EIO,  # safetensors keeps the number in words
+            getattr(error, "errno", None) or errno.EIO,  # safetensors has errno only in its message
             f"a state of {sum(tensor.nbytes for tensor in tensors.values()):,} bytes must "
-            f"be written to {path}, got {error}; free room on the disk, or choose another folder",
+            f"be written to {path}, got {error}; free disk space, or choose another folder",
         ) from error
 
 
@@ -78,33 +78,35 @@ def read(path: Path, checksum: int) -> Any:
     """Return the state in a file, on the CPU.
 
     Raises:
-        DamagedError: the checksum differs, or what is in the file is no state.
+        DamagedError: the checksum differs, or the file does not hold a state.
         OSError: it cannot be read.
     """
     found = checksum_of(path)
     if found != checksum:
         raise DamagedError(f"{path} must have the checksum {checksum:015x}, got {found:015x}")
     try:
-        # Not mapped: what is loaded must outlive the file, in memory aligned as any tensor's.
+        # Not memory-mapped: tensors must outlive the file, and be aligned as torch allocates them.
         return _state_of(load_file(path, backend="pread"))
     except OSError:
         raise
-    except Exception as error:  # of safetensors, JSON, torch: whatever a file that is none raises
-        raise DamagedError(f"{path} holds no state: {type(error).__name__}: {error}") from error
+    except Exception as error:  # safetensors, JSON and torch raise anything on a foreign file
+        raise DamagedError(
+            f"{path} must hold a state, and cannot be read: {type(error).__name__}: {error}"
+        ) from error
 
 
 def to_bytes(state: StateDict) -> bytes:
-    """Return what a file of a state would hold."""
+    """Return the contents that ``write`` would give a file."""
     return save(_tensors_of(state))
 
 
 def from_bytes(data: bytes) -> Any:
-    """Return the state that ``to_bytes`` made these of, on the CPU."""
+    """Return the state that ``to_bytes`` serialized, on the CPU."""
     return _state_of(load(data))
 
 
 def _tensors_of(state: StateDict) -> dict[str, Tensor]:
-    """Return all of a state as tensors that safetensors takes."""
+    """Return a state as tensors that safetensors can write."""
     packer = _Packer()
     structure = json.dumps(packer.pack(state, ())).encode()
     packer.tensors[_STRUCTURE] = torch.frombuffer(bytearray(structure), dtype=torch.uint8)
@@ -123,14 +125,14 @@ def average(
     states: Iterable[StateDict],
     weight_of: Callable[[StateDict], Callable[[Place], float]] = _equally,
 ) -> StateDict:
-    """Return the mean of the states of all workers, which may be read one after the other.
+    """Return the mean of all workers' states, which may be read one after the other.
 
-    Tensors of real or complex numbers are averaged in double precision. Everything else is the
+    Floating-point and complex tensors are averaged in double precision. Everything else is the
     first worker's.
 
     Args:
         states: one per worker.
-        weight_of: how much each tensor of a worker's state counts.
+        weight_of: returns, for a worker's state, the weight of each tensor by its path.
     """
     remaining = iter(states)
     first = next(remaining)
@@ -157,21 +159,21 @@ def average(
 
 
 def checksum_of(path: Path) -> int:
-    """Return 60 bits of a file's digest, which fit in the number that ranks can gather."""
+    """Return 60 bits of a file's digest, which fit in the integer that ranks gather."""
     with open_regular(path) as file:
         return int(hashlib.file_digest(cast("Any", file), "blake2b").hexdigest()[:15], 16)
 
 
 @final
 class _Packer:
-    """Takes a state apart: tensors by name, the rest as JSON that refers to these names."""
+    """Separates a state into tensors by name, and JSON that refers to these names."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._names: dict[object, str] = {}
 
     def pack(self, value: Any, path: Place) -> Any:
-        """Return the JSON of a value that is at this path."""
+        """Return the JSON of the value at a path."""
         if value is None or isinstance(value, bool | int | float | str):
             return value
         if type(value) in (Tensor, nn.Parameter):
@@ -181,12 +183,14 @@ class _Packer:
             return items if type(value) is list else {"tuple": items}
         if type(value) in (dict, OrderedDict, Counter):
             packed: dict[str, Any] = {type(value).__name__: self._pack_pairs(value, path)}
-            if attributes := getattr(value, "__dict__", {}):  # a model's: versions of its modules
+            if attributes := getattr(
+                value, "__dict__", {}
+            ):  # versions of modules, in a model's state
                 packed["attributes"] = self._pack_pairs(attributes, path)
             return packed
         raise UserError(
-            "a state must hold tensors, numbers, texts, None, and dicts, lists and tuples of them, "
-            f"got {type(value).__name__} at {_name_of(path)}; convert it in the object's "
+            "a state must hold tensors, numbers, strings, None, and dicts, lists and tuples of "
+            f"them, got {type(value).__name__} at {_name_of(path)}; convert it in the object's "
             "state_dict() and load_state_dict()"
         )
 
@@ -194,7 +198,7 @@ class _Packer:
         for key in mapping:
             if type(key) not in (str, int):
                 raise UserError(
-                    "the keys of a state must be texts or integers, got "
+                    "the keys of a state must be strings or integers, got "
                     f"{key!r} at {_name_of(path)}; convert it in the object's state_dict() and "
                     "load_state_dict()"
                 )
@@ -203,14 +207,14 @@ class _Packer:
     def _pack_tensor(self, tensor: Tensor, path: Place) -> dict[str, Any]:
         if tensor.dtype not in _DTYPES or tensor.layout != torch.strided or tensor.is_meta:
             raise UserError(
-                "a tensor in a state must be dense and of a dtype that safetensors has, got "
+                "a tensor in a state must be dense and of a dtype that safetensors supports, got "
                 f"{tensor.dtype}, {tensor.layout} on {tensor.device} at {_name_of(path)}; convert "
                 "it in the object's state_dict() and load_state_dict()"
             )
         packed: dict[str, Any] = {}
         if not tensor.is_contiguous() and is_dense(tensor):
             packed["strides"] = [*tensor.stride()]
-        # Tied tensors are written once, and are one tensor again when they are read.
+        # Tied tensors are written once, and are tied again when they are read.
         view = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         identity = (*view, tensor.is_conj(), tensor.is_neg()) if tensor.numel() else path
         if identity not in self._names:
@@ -225,7 +229,7 @@ class _Packer:
 
 
 def _name_of(path: Place) -> str:
-    """Return what a path is called, in the characters that every reader takes.
+    """Return a path as a name in ASCII, which every reader of safetensors accepts.
 
     >>> _name_of(("model", "0.weight"))
     'model.0.weight'
@@ -234,7 +238,7 @@ def _name_of(path: Place) -> str:
 
 
 def _disjoint(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors, with a copy of each that overlaps another: safetensors refuses those."""
+    """Return the tensors, with a copy of each that overlaps another: safetensors rejects those."""
     end = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].data_ptr()):
         start = tensor.data_ptr()

@@ -18,10 +18,10 @@ from torch.optim import Optimizer
 from gossamer.algorithms import Algorithm
 from gossamer.errors import UserError
 from gossamer.gossip import step_call
+from gossamer.gossip.epoch_log import STEP, Decision
 from gossamer.gossip.epochs import Epochs, without_frames
 from gossamer.gossip.failures import ExchangeError
 from gossamer.gossip.guard import Guard
-from gossamer.gossip.membership import STEP, Decision
 from gossamer.gossip.mixer import Mixer, MixerState
 from gossamer.gossip.rank_context import RankContext
 from gossamer.gossip.rank_meter import RankMeter

@@ -183,8 +183,8 @@ class Transport:
     def close(self) -> None:
         """End the collecting thread and let go of connections; nothing may be in flight."""
         self._collector.end()
-        # It refers back here: connections, that to the store among them, would stay open until the
-        # interpreter looks for garbage, and processes that train seldom do.
+        # A reference cycle: with it connections, that to the store among them, would stay open
+        # until a garbage collection, which is rare in a process that trains.
         del self._role_in
         self._spare.clear()
         self._groups.clear()

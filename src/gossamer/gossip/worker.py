@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from gossamer.errors import UserError
+from gossamer.gossip.epoch_log import STEP
 from gossamer.gossip.epochs import Epochs, without_frames
 from gossamer.gossip.failures import ExchangeError
-from gossamer.gossip.membership import STEP
 from gossamer.gossip.mixer import Mixer, MixerState
 from gossamer.gossip.model_state import ModelState
 from gossamer.gossip.network import Network
