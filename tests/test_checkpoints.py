@@ -720,8 +720,8 @@ def test_sigterm_to_one_process_saves_all(pool: ProcessPool, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"keep": 0}, "keep must be a whole number of at least 1, got 0"),
-        ({"check_every": 0.5}, "check_every must be a whole number of at least 1, got 0.5"),
+        ({"keep": 0}, "keep must be an integer of at least 1, got 0"),
+        ({"check_every": 0.5}, "check_every must be an integer of at least 1, got 0.5"),
         ({"rate": 0.1}, r"objects with state_dict\(\) and load_state_dict\(\), got rate"),
     ],
 )
