@@ -748,9 +748,9 @@ def _pushed() -> Any:
     ("options", "words"),
     [
         ({"algorithm": "gradient_tracing"}, "did you mean 'gradient_tracking'"),
-        ({"algorithm": "atc", "order": "awc"}, "give one of both"),
+        ({"algorithm": "atc", "order": "awc"}, "so only one may be given"),
         ({"algorithm": "d2", "topology": "ring"}, "smallest eigenvalue is above -1/3, got -0.333"),
-        ({"algorithm": "d2", "topology": "one_peer_ring"}, "one round for ever"),
+        ({"algorithm": "d2", "topology": "one_peer_ring"}, "the same round at every step"),
         ({"algorithm": "exact_diffusion", "topology": "exponential"}, "not symmetric"),
         ({"algorithm": "push_sum", "topology": "complete"}, "got an all-reduce at step 0"),
         (
@@ -762,7 +762,10 @@ def _pushed() -> Any:
         ({"algorithm": "gradient_tracking", "control": "auto"}, "got the control"),
         ({"algorithm": "push_sum", "buffers": "mix"}, "use buffers='average'"),
         ({"algorithm": "exact_diffusion", "topology": "complete"}, "use algorithm='d2'"),
-        ({"algorithm": "d2", "topology": "complete", "dtype": torch.bfloat16}, "rounding of"),
+        (
+            {"algorithm": "d2", "topology": "complete", "dtype": torch.bfloat16},
+            "rounding errors of",
+        ),
         ({"every": 0}, "every must be an integer from 1 to 16,384 steps, got 0"),
         ({"every": 2.5}, "every must be an integer"),
         ({"every": 4, "control": "constant(c=1)"}, "got every=4 beside .*use 'local_steps"),

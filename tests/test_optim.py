@@ -341,7 +341,7 @@ def test_groups_of_adamw_mean_the_same() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda p: torch.optim.SGD(p, lr=0.1), "takes torch's Adam or AdamW, got SGD; give"),
+        (lambda p: torch.optim.SGD(p, lr=0.1), "needs torch's Adam or AdamW, got SGD; construct"),
         (lambda p: torch.optim.AdamW(p, amsgrad=True), "amsgrad must be left out, .* got True"),
         (lambda p: torch.optim.AdamW(p, maximize=True), "maximize must be left out"),
         (lambda p: torch.optim.Adam(p, weight_decay=0.1), "is decoupled, got .* use AccumAdam$"),

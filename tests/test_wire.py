@@ -277,5 +277,5 @@ def test_fragments_that_fit_are_made() -> None:
     assert sorted(bucket for turn in turns for bucket in turn) == [*range(len(packing.buckets))]
     assert sorted(i for bucket in packing.buckets for i in bucket) == [*range(5)]
     assert packing.at(3) == turns[0]
-    with pytest.raises(UserError, match="fragments=5 need as many parameters, got 4"):
+    with pytest.raises(UserError, match="fragments=5 needs at least as many parameters, got 4"):
         Packing([torch.zeros(n) for n in sizes], bucket_mb=25, fragments=5)

@@ -249,7 +249,7 @@ def test_16_bit_parameters_in_groups(reduces: bool) -> None:
     [("gradient_tracking", "ring"), ("push_sum", "star"), ("push_sum", "one_peer_exponential")],
 )
 def test_any_state_travels_in_bf16(algorithm: str, topology: str) -> None:
-    """Trackers, and what push-sum shares out."""
+    """Trackers, and the weighted parameters of push-sum."""
     options: dict[str, Any] = {"wire": "bf16", "algorithm": algorithm}
     ranks = train_ranks(4, topology, "sgd", **options)
     assert_equal_bits(ranks, simulate(4, topology, "sgd", **options))
@@ -314,8 +314,11 @@ def test_every_fragment_goes_through_all_rounds() -> None:
     ("options", "message"),
     [
         ({"fragments": 0}, "fragments must be an integer from 1 to 1,024, got 0"),
-        ({"fragments": 9}, "fragments=9 need as many parameters, got 4; use at most fragments=4"),
-        ({"fragments": 2, "algorithm": "push_sum"}, "push_sum exchanges all that it has at once"),
+        (
+            {"fragments": 9},
+            "fragments=9 needs at least as many parameters, got 4; use at most fragments=4",
+        ),
+        ({"fragments": 2, "algorithm": "push_sum"}, "push_sum exchanges all parameters at once"),
         (
             {"fragments": 2, "control": "constant(c=1)"},
             "a control decides on exchanges of all parameters",
@@ -518,11 +521,11 @@ def continued_ranks(saved_at: int, topology: str, optimizer: str, **options: Any
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"algorithm": "gradient_tracking"}, "gradient_tracking, which also exchanges tracker"),
-        ({"algorithm": "push_sum"}, "push_sum, which also exchanges what it shares out"),
-        ({"algorithm": "mixed_moments"}, "mixed_moments, which also exchanges moment"),
+        ({"algorithm": "gradient_tracking"}, "gradient_tracking, which exchanges tracker"),
+        ({"algorithm": "push_sum"}, "push_sum, which exchanges weighted parameters"),
+        ({"algorithm": "mixed_moments"}, "mixed_moments, which exchanges moment"),
         ({"topology": "complete"}, "got an all-reduce at step 0 of complete; use wire='bf16'"),
-        ({"control": "auto"}, "got a control, which may take an all-reduce"),
+        ({"control": "auto"}, "got a control, which may choose an all-reduce"),
         ({"wire": "modulo(bits=5)"}, "modulo has 8 or 4 bits per number, got 5"),
         ({"wire": "int8"}, "unknown wire 'int8'"),
         ({"bucket_mb": 0}, "bucket_mb must be above 0, got 0"),

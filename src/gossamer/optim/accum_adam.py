@@ -95,8 +95,8 @@ class _AccumAdam(Optimizer):
         """
         if not isinstance(optimizer, Adam):
             raise UserError(
-                f"{cls.__name__}.like takes torch's Adam or AdamW, got "
-                f"{type(optimizer).__name__}; give {cls.__name__} parameters and settings instead"
+                f"{cls.__name__}.like needs torch's Adam or AdamW, got {type(optimizer).__name__}; "
+                f"construct {cls.__name__} from parameters and settings instead"
             )
         names = ("lr", "betas", "eps", "weight_decay")
         defaults = {name: optimizer.defaults[name] for name in names}
@@ -268,11 +268,11 @@ def _moments_of(window: int) -> tuple[str, ...]:
 
 
 def _check_step(group: dict[str, Any]) -> None:
-    """Raise where a group cannot take a step."""
+    """Raise if a group cannot take a step."""
     if group["window"] == "auto":
         raise UserError(
             'window="auto" needs the number of workers before the first step, got none; call '
-            "gossamer.decentralize() or use gossamer.Simulation, or give a number of steps, such "
+            "gossamer.decentralize() or use gossamer.Simulation, or pass a number of steps, such "
             "as window=4"
         )
     for parameter in group["params"]:
@@ -280,7 +280,7 @@ def _check_step(group: dict[str, Any]) -> None:
         if gradient is not None and (gradient.is_sparse or gradient.is_complex()):
             kind = "sparse" if gradient.is_sparse else "complex"
             raise UserError(
-                f"AccumAdam takes dense real gradients, got a {kind} one; "
+                f"AccumAdam needs dense real gradients, got a {kind} one; "
                 "use torch.optim.SparseAdam or Adam for that parameter"
             )
 
