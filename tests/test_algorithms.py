@@ -819,7 +819,7 @@ def test_join_is_refused_where_steps_need_gradients() -> None:
             decentralize(
                 model, optimizer, ring(2), process_group=group, algorithm="gradient_tracking"
             ) as gossip,
-            pytest.raises(UserError, match=r"join\(\) goes on with steps that have no gradient"),
+            pytest.raises(UserError, match=r"join\(\) continues with steps without a gradient"),
             gossip.join(),
         ):
             pass

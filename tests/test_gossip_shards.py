@@ -175,7 +175,7 @@ def test_shards_that_cannot_gossip_are_refused(pool: ProcessPool) -> None:
         by_tensor, hybrid, in_part, otherwise, everywhere, one_differs, checkpoints = messages
         assert "0.weight, a DTensor that fully_shard() does not own, as tensor par" in by_tensor
         assert "on one of 2, as HSDP and tensor parallelism do" in hybrid
-        assert "got 0.weight, which is whole, and whose gradient FSDP does not average" in in_part
+        assert "got 0.weight, which is not, and whose gradient FSDP does not average" in in_part
         assert "the shard of 3.weight is [" in otherwise
         assert "of dim 0 on rank 0 and [3, 2] of dim 1 on rank 1" in otherwise
         assert "sharded over ranks [0, 1] of" in everywhere or "ranks [2, 3] of" in everywhere
