@@ -104,6 +104,7 @@ class PlainDistance(Memory):
     def mixed_plainly(self, seen: Observation, distance: float) -> PlainDistance:
         """One more distance, where this step calibrates."""
         calibrates = seen.step >= self.calibrates_from and self.at(seen.step) is None
+        # At a rate of 0, as in the first step of a warm-up, Ξ/η is not defined.
         if not calibrates or math.isnan(distance) or seen.lr == 0:
             return self
         total = self.total + (distance / seen.lr) ** 2
