@@ -561,7 +561,7 @@ def test_a_state_of_another_algorithm_starts_anew_and_says_so(
     tracking = simulate("ring", "sgd", algorithm="gradient_tracking")
     other = simulate("ring", "sgd", algorithm="exact_diffusion")
     other.load_state_dict(tracking.state_dict())
-    assert caplog.messages == ["the state is not of exact_diffusion, which starts anew"]
+    assert caplog.messages == ["the state is not of exact_diffusion, which is reset"]
     assert_equal(of_simulation(other), of_simulation(tracking))
 
     def body(group: ProcessGroup) -> None:

@@ -373,7 +373,7 @@ def test_a_run_in_full_goes_on_in_few_bits(wire: str, caplog: pytest.LogCaptureF
     for step in range(3):
         take_step(first, step)
     second.load_state_dict(first.state_dict())
-    assert "ranges start anew" in caplog.text
+    assert "ranges are reset" in caplog.text
     undecoded: list[int] = []
     for step in range(3, NUM_STEPS):
         take_step(second, step)

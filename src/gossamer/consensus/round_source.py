@@ -278,7 +278,7 @@ class _Controlled:
         # A collective on every rank, whatever it loads: ranks with different states raise here.
         lr = self._meter.begin_lr(f"loading {'its' if own else 'no'} state into {self._name}")()
         if not own:
-            _log.warning("the state is not of %s, which starts anew at step %d", self._name, step)
+            _log.warning("the state is not of %s, which is reset at step %d", self._name, step)
             self._restart(self._controller.start(step), Observation(step=step, lr=lr))
             return
         self._restart(self._controller.load(state["state"]), Observation(step=step, lr=lr))

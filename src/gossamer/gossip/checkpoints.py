@@ -79,9 +79,9 @@ class Checkpoints:
         self._passed_over: set[int] = set()
         # - Stopping all ranks at one step
         self._check_every = check_every
-        self._asked_to_stop = False
+        self._stop_requested = False
         self._stopping = False
-        self._answers: Callable[[], list[int]] = list
+        self._flags: Callable[[], list[int]] = list
         for name, number in (("keep", keep), ("check_every", check_every)):
             if not isinstance(number, int) or number < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise UserError(
@@ -222,7 +222,7 @@ class Checkpoints:
                 gossip.num_workers,
             )
             state["gossip"].update(num_workers=gossip.num_workers, rank=gossip.rank)
-            for kept in ("algorithm", "wire"):  # belongs to the saved workers: initialized anew
+            for kept in ("algorithm", "wire"):  # belongs to the saved workers: reset
                 state["gossip"].pop(kept, None)
         with gossip.drained(keep_changes=True):
             for name, thing in self._objects.items():
@@ -252,7 +252,7 @@ class Checkpoints:
 
     def interrupt(self) -> None:
         """Request that all ranks stop; callable from any thread of any rank, as by SIGTERM."""
-        self._asked_to_stop = True
+        self._stop_requested = True
 
     def interrupted(self) -> bool:
         """Return whether a rank was interrupted, at the same step on all ranks.
@@ -266,17 +266,17 @@ class Checkpoints:
         if not self._stopping and self._gossip.num_steps % self._check_every == 0:
             # Each rank has the flags of its own place in every node. The ranks of a node must
             # stop at the same step, or the gradient all-reduce within the node would deadlock.
-            told = self._unless_lost(lambda: int(any(self._answers())), 0)
-            self._stopping = any(self._worker.within.gather(told, "whether to stop"))
+            requested = self._unless_lost(lambda: int(any(self._flags())), 0)
+            self._stopping = any(self._worker.within.gather(requested, "whether to stop"))
             if not self._stopping:
-                self._answers = self._unless_lost(self._begin_asking, list)
+                self._flags = self._unless_lost(self._begin_gathering_flags, list)
         return self._stopping
 
-    def _begin_asking(self) -> Callable[[], list[int]]:
+    def _begin_gathering_flags(self) -> Callable[[], list[int]]:
         if self._worker.step.is_alone:
             return list
-        what = "every rank to say whether it was interrupted"
-        return self._worker.begin_gather(int(self._asked_to_stop), what)
+        what = "whether a rank was interrupted"
+        return self._worker.begin_gather(int(self._stop_requested), what)
 
     def _unless_lost(self, part: Callable[[], _Result], otherwise: _Result) -> _Result:
         """Return the result of a part, or ``otherwise`` if a worker was lost during it.

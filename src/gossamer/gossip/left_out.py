@@ -96,4 +96,4 @@ class LeftOut:
 
     def _norms(self, buckets: Sequence[Tensor]) -> FloatArray:
         norms = measured_norms([bucket.unsqueeze(0) for bucket in buckets])
-        return self._within.norms(norms, "the look at parameters")
+        return self._within.norms(norms, "the check of parameters")

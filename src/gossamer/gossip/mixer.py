@@ -104,7 +104,7 @@ class Mixer:
         # they arrive, a failure could leave some mixed and others not.
         self._drains_before_mixing = network.detector.survives
         self._in_flight: dict[int, Exchange | CodedExchange] = {}
-        self._said_undecoded = False
+        self._logged_undecoded = False
         self._comparison: Callable[[], None] | None = None
         self._started_at = 0.0
 
@@ -262,8 +262,8 @@ class Mixer:
     def _mix_coded(self, exchange: CodedExchange) -> None:
         exchange.mix()
         self._telemetry.undecoded.update(exchange.undecoded)
-        if exchange.undecoded and not self._said_undecoded:
-            self._said_undecoded = True
+        if exchange.undecoded and not self._logged_undecoded:
+            self._logged_undecoded = True
             _log.warning(UNDECODED, "rank", self._transport.rank, "rank", exchange.undecoded[0])
 
     def _compare(self) -> None:

@@ -261,7 +261,7 @@ class Step:
             return
         self._algorithm.restart(self._context)
         if kept or self._context.state_dict():
-            _log.warning("the state is not of %r, which starts anew", self._algorithm)
+            _log.warning("the state is not of %r, which is reset", self._algorithm)
 
     def wire_state(self) -> dict[str, Any]:
         """Return the wire format's state as an entry of a state dict; empty if it has none."""

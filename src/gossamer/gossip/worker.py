@@ -213,8 +213,8 @@ class Worker:
             refuses: whether to raise on all ranks, instead of logging a warning.
         """
         norms = measured_norms([tensor.unsqueeze(0) for tensor in self.replica.averaged])
-        own = int(np.isnan(self.within.norms(norms, "the look at parameters")).any())
-        flags = self.network.collectives.begin_gather(own, f"the look at parameters in {call}")()
+        own = int(np.isnan(self.within.norms(norms, "the check of parameters")).any())
+        flags = self.network.collectives.begin_gather(own, f"the check of parameters in {call}")()
         ranks = [rank for rank, flag in enumerate(flags) if flag]
         if ranks and refuses:
             raise NonFiniteError(

@@ -311,12 +311,12 @@ def _check_settings(group: dict[str, Any]) -> None:
     lr, betas, eps, weight_decay = (group[n] for n in ("lr", "betas", "eps", "weight_decay"))
     window, betas_per = group["window"], group["betas_per"]
     two = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
-    whole = type(window) is int and window >= 1
+    is_count = type(window) is int and window >= 1
     _check("lr", lr, lr >= 0, "a number >= 0, such as 1e-3")
     _check("betas", betas, two, "two numbers in [0, 1), such as (0.9, 0.999)")
     _check("eps", eps, eps >= 0, "a number >= 0, such as 1e-8")
     _check("weight_decay", weight_decay, weight_decay >= 0, "a number >= 0, such as 0.01")
-    _check("window", window, whole or window == "auto", 'an integer >= 1, or "auto"')
+    _check("window", window, is_count or window == "auto", 'an integer >= 1, or "auto"')
     _check("betas_per", betas_per, betas_per in ("step", "window"), '"step" or "window"')
     for name in _NOT_OFFERED:
         _check(name, group.get(name), not group.get(name), "left out, AccumAdam does not offer it")

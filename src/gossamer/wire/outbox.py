@@ -103,8 +103,8 @@ def load_outboxes(
     )
     if not fitting:
         _log.warning(
-            "the state is of other members, another wire or another bucket_mb: ranges start anew, "
-            "and where workers differ, the first exchanges are not decoded"
+            "the state is of other members, another wire or another bucket_mb: ranges are reset, "
+            "and if workers differ, the first exchanges are not decoded"
         )
     for index, i in enumerate(ranged):
         if fitting:
