@@ -40,5 +40,5 @@ class AdaptWhileCombine(Algorithm):
         self._start(context, context.resumed_rounds(step), step)
 
     def _start(self, context: StepContext, rounds: Sequence[Round], step: int) -> None:
-        (round,) = rounds
+        (round,) = rounds  # the exchange is in flight during the gradient: no second one can follow
         context.start(round, step)

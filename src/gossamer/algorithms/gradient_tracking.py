@@ -57,6 +57,7 @@ class GradientTracking(Algorithm):
             g_last.copy_(g)
         (round,) = context.rounds(step)
         mix(context, round, step, "tracker")
+        # Copied, not assigned: the optimizer updates from the gradient tensors themselves.
         for y, g in zip(trackers, gradients, strict=True):
             g.copy_(y)
 

@@ -176,7 +176,7 @@ class TargetController:
 
     def load(self, saved: dict[str, Any]) -> TargetState:
         """Return the state that ``save`` described."""
-        memory = self.start(0).memory
+        memory = self.start(0).memory  # has what is not saved, such as the steps of phases
         saved = saved if "memory" in saved else _upgraded(saved, memory)
         return TargetState(memory.load(saved["memory"]), saved["held"])
 

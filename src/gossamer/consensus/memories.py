@@ -168,6 +168,8 @@ class PhaseMemory(Memory):
     @staticmethod
     def of(memories: Sequence[Memory], at: tuple[int, ...]) -> PhaseMemory:
         """Return the memory of phases whose targets have these; equal ones are shared."""
+        # By equality: a second target with an equal memory would calibrate again, in steps without
+        # control.
         members: list[Memory] = []
         for memory in memories:
             if memory not in members:
@@ -192,7 +194,7 @@ class PhaseMemory(Memory):
         else:
             phase = self.phase + (0 < seen.lr <= self.lr_before / 2)
         members = self.members
-        if phase != self.phase:
+        if phase != self.phase:  # before the observation, which is the first of the new phase
             members = tuple(memory.entered(seen.step) for memory in members)
         return replace(
             self,

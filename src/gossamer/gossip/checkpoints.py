@@ -124,7 +124,7 @@ class Checkpoints:
         try:
             result = part() or 0
         except Exception:
-            self._worker.gather(_NOTHING)
+            self._worker.gather(_NOTHING)  # the others wait in the same gather, below
             raise
         results = self._worker.gather(result)
         failed = [rank for rank, result in enumerate(results) if result == _NOTHING]
@@ -176,6 +176,8 @@ class Checkpoints:
 
     def _find(self) -> Found | None:
         self._passed_over.clear()
+        # Every rank runs the loop equally often, because it ends by gathered values only: ranks
+        # that gather different numbers of times would deadlock.
         while (step := self._newest_left()) != _NOTHING:
             found, reason = None, ""
             try:

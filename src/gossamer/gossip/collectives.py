@@ -78,6 +78,9 @@ class Collectives:
             value: this rank's integer.
             call: the purpose; it is an error if another rank gathers for another one.
         """
+        # The count tells two gathers of the same name apart: a rank that skipped one would
+        # otherwise take the next for it, and ranks would be one call apart from then on. A digest
+        # of 7 bytes fits into an int64.
         self._num_gathers += 1
         digest = hashlib.blake2b(f"{self._num_gathers} {call}".encode(), digest_size=7).digest()
         pair = torch.tensor([int.from_bytes(digest), value], device=self._connections.device)

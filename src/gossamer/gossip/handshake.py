@@ -152,7 +152,7 @@ def declining_on_error(*boards: NoticeBoard) -> Generator[None]:
 
 def _decline(board: NoticeBoard, reason: str) -> None:
     if board.rank == 0:
-        board.store.set("facts", json.dumps({}))
+        board.store.set("facts", json.dumps({}))  # or the others would wait for them
         _conclude(board, [reason])
     else:
         _differ(board, {"": (reason, "")})
@@ -167,6 +167,8 @@ def _collect_differences(board: NoticeBoard) -> list[str]:
     """Return all differences, in words; a rank that does not answer in time is one."""
     ranks_by_difference: dict[tuple[str, str, str], list[int]] = {}
     reasons: list[str] = []
+    # One deadline for all ranks: with a timeout for each, several missing ranks would add up, and
+    # the others would give up before the conclusion.
     deadline = time.monotonic() + board.timeout.total_seconds()
     for rank in range(1, board.size):
         left = timedelta(seconds=max(deadline - time.monotonic(), 0.01))

@@ -140,7 +140,7 @@ class Mixer:
         assert self.state is MixerState.IDLE, "finish a round before the next one starts"
         self._detector.at(step, round.digest)
         self._started_at = time.perf_counter()
-        self._wire.check_round(round, f"at step {step}")
+        self._wire.check_round(round, f"at step {step}")  # raises before anything is posted
         digest = agrees_on or (round.digest if self._compares_rounds else "")
         is_local = not round.degree and round.num_workers > 1
         if is_local and not digest:
@@ -153,6 +153,7 @@ class Mixer:
         self._state = MixerState.IN_FLIGHT
 
     def _begin_exchanges(self, round: Round, step: int, buckets: Sequence[int] | None) -> None:
+        # Copies of changing buckets first: what is checked to be finite must be what is sent.
         for source, target in zip(self._sources, self._targets, strict=True):
             if source is not target:
                 source.copy_(target)
@@ -162,6 +163,8 @@ class Mixer:
         reduces = bool(round.reduces[self._transport.rank])
         coded = [] if reduces else [tag for tag in tags if tag in self._parcels]
         first, marks = self._first_tag, self._left_out.is_self
+        # In the same order on all ranks, coded buckets before others; see transport's
+        # Note [No deadlock].
         if coded:
             parcels = [(first + tag, self._parcels[tag]) for tag in coded]
             begun = self._transport.begin_coded(round, parcels, marks=marks)
@@ -211,6 +214,8 @@ class Mixer:
     def discard(self) -> None:
         """Wait for all messages in flight, and discard them."""
         self.drain()
+        # Parameters may have been replaced: their norm must not be compared with that of the last
+        # round, as if a step had made them grow.
         self._left_out.forget_norms()
         self._state, self._in_flight = MixerState.IDLE, {}
 

@@ -129,7 +129,7 @@ class RankContext:
         """Start to exchange a state."""
         if step < self.first_mixed:
             return
-        agrees_on, self._to_agree_on = self._to_agree_on, ""
+        agrees_on, self._to_agree_on = self._to_agree_on, ""  # once per decision, not per exchange
         self._started[state] = buckets = self._packing.at(step)
         self._replica.collect(state, buckets)
         self._mixers[state].start(round, step, buckets=buckets, agrees_on=agrees_on)

@@ -52,6 +52,7 @@ class Replica:
         self._trained = trained
         self._sharded = sharded_modules(model) if any(map(is_sharded, trained)) else []
         self._copies = [shard.clone() for shard in locals_of(trained) if self._sharded]
+        # Shards are different parameters on each rank of a node, slices parts of the same.
         self._is_sliced = self._within.size > 1 and not self._sharded
         slices = self._within.size if self._is_sliced else 1
         self._in_bucket = bucket_indices(self._copies, bucket_mb)

@@ -157,8 +157,8 @@ class Step:
 
     def _finish(self) -> None:
         """Run between the last optimizer's update and the next forward pass."""
-        self._stepped, self._begun = [], False
-        self._guard.renew()
+        self._stepped, self._begun = [], False  # also if the exchange fails: the update was taken
+        self._guard.renew()  # after the update and before the exchange: later changes are errors
 
         def finish() -> None:
             if self.num_steps in self._epochs.current.norm_steps and not self._is_behind:

@@ -90,7 +90,7 @@ class Transport:
             for members in (self._everyone, *(self._reduced_with(round) for round in rounds)):
                 if members and members not in self._groups:
                     self._groups[members] = connections.open(members, "rounds")
-            for round in rounds:
+            for round in rounds:  # after all groups: a role depends on which of them are open
                 connections.open_lanes(self._role_in(round).lanes)
         # - The collecting thread, and its spare tensors by dtype; see Note [No deadlock]
         self._collector = Collector()
@@ -157,12 +157,14 @@ class Transport:
                 source, inbox = exchange.fill(), exchange.parcel.incoming
                 exchange.after(self._begin_over_nccl(role, source, inbox, tag, exchange))
             return begun
+        # All posts are queued before the first collect, so that later buckets are in flight while
+        # earlier ones are decoded.
         posted = [
             self._collector.submit(partial(self._fill_and_post, role, tag, exchange))
             for tag, exchange in tagged
         ]
         for (tag, exchange), posts in zip(tagged, posted, strict=True):
-
+            # Defaults bind the loop's variables, which change before the thread runs.
             def collect(
                 tag: int = tag,
                 exchange: CodedExchange = exchange,
@@ -200,7 +202,7 @@ class Transport:
         self, role: _Role, source: Tensor, inbox: Tensor, tag: int, exchange: Exchange
     ) -> list[Callable[[], object]]:
         if not self._connections.are_open(role.lanes):
-
+            # On the collecting thread, because opening blocks until the peer opens the lane, too.
             def connect_and_exchange() -> None:
                 self._connections.open_lanes(role.lanes)
                 first, sends = self._post(role, source, inbox, tag)
@@ -211,7 +213,7 @@ class Transport:
             return [self._collector.submit(connect_and_exchange).result]
         first, sends = self._post(role, source, inbox, tag)
         collect = partial(self._collect, role, inbox, tag, first, exchange)
-        if len(role.senders) < 2:
+        if len(role.senders) < 2:  # the only receive is posted: nothing is left for the thread
             return [collect, *sends]
         return [self._collector.submit(collect).result, *sends]
 

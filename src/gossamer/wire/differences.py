@@ -67,7 +67,7 @@ class Differences:
             self.left_out.append(sender)
         elif arrival.fate is Fate.TAKEN:
             self._is_empty = False
-            self._excess += weight
+            self._excess += weight  # of mixed messages only: the weight of others is lost
         else:
             self.undecoded.append(sender)
 
@@ -94,6 +94,8 @@ class Differences:
 
     def mix(self) -> None:
         """Add the sum to the bucket, and update the range of the next message."""
-        if not self._is_empty:
+        if not self._is_empty:  # otherwise the memory of the sum is uninitialized
             self._x.add_(self._total)
+        # Only now, on the training thread: a state saved while messages are in flight must have
+        # the range that they were encoded with.
         self._outbox.settle(self._arrivals)

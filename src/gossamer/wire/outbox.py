@@ -44,6 +44,8 @@ class Outbox:
 
     def fill(self, x: Tensor) -> None:
         """Encode a bucket into the message."""
+        # The distance from the start grows with every step until something arrives: a range of an
+        # earlier step could be too narrow.
         if self._start is not None:
             self._range = Range(self._codec.first_range(x, self._start))
         self._largest = self._codec.encode(x, self._range.width, self.message)
@@ -55,7 +57,7 @@ class Outbox:
     def settle(self, arrivals: Sequence[Arrival]) -> None:
         """Update the range from the arrivals of an exchange; it stays zero until numbers differ."""
         self._range = self._codec.next_range(self._range, self._largest, arrivals)
-        if self._range.width > 0:
+        if self._range.width > 0:  # not while all are equal, as at a rate of 0: nothing is learnt
             self._start = None
 
     def restart(self, start: Tensor) -> None:
