@@ -2,13 +2,13 @@
 
 Note [No deadlock]
 A round is started bucket by bucket, in the same order on all ranks, and starting never blocks: it
-posts every send of the bucket and its first receive. Only the collecting thread blocks. It receives
-further messages one after the other into one spare tensor, in the same order of buckets. So each
+posts every send of the bucket and its first receive. A thread of its own collects further messages,
+which blocks: one after the other into one spare tensor, in the same order of buckets. So each
 message that a rank waits for has been posted, or will be by a rank that waits for nothing of this
 round before it posts. If neighbours are not connected yet, the collecting thread connects them, in
 an order that all ranks share, before it posts and collects. That thread also encodes and posts
-coded messages, all of a round before it collects the first. All members of a group start its
-all-reduces in the same order.
+coded messages, all of a round before it collects the first. All members of a group start its all-
+reduces in the same order.
 
 An exchange ends only when its sends have been received, and a rank starts the next round after
 that; Gloo delivers the messages of one pair and tag in the order in which they were posted. So a
