@@ -1,4 +1,4 @@
-"""Algorithms on both engines: parity with their specification, and what each of them is for."""
+"""Algorithms on both engines: parity with their specification, and what each guarantees."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SIMULATED = [
 def train_rank(
     group: ProcessGroup, topology: Any, optimizer_name: str, delay_ms: float = 0, **options: Any
 ) -> Tensor:
-    """Train one rank as a user would, in small buckets, some late."""
+    """Train one rank as a user would, in small buckets, with random delays."""
     model = make_model()
     optimizer = ALL_OPTIMIZERS[optimizer_name](model.parameters())
     dice = random.Random(group.rank())
@@ -88,7 +88,7 @@ def of_simulation(sim: Simulation) -> list[Tensor]:
 
 
 def test_every_algorithm_has_a_specification_and_cases() -> None:
-    """A row of the table is compared with its reference, or this fails."""
+    """Every algorithm of the table has a reference and test cases."""
     assert {*reference.STEPS} == {*ALGORITHMS}
     assert {*ALGORITHM_CASES} == {*ALGORITHMS} - {"awc", "atc"}
 
@@ -96,7 +96,7 @@ def test_every_algorithm_has_a_specification_and_cases() -> None:
 @pytest.mark.usefixtures("delays")
 @pytest.mark.parametrize(("algorithm", "topology", "optimizer"), CASES)
 def test_ranks_equal_the_reference(algorithm: str, topology: str, optimizer: str) -> None:
-    """Eight ranks over Gloo, late at random: each worker is where the equations put it."""
+    """Eight ranks over Gloo with random delays: each worker follows the equations."""
     options: Any = {"algorithm": algorithm, "delay_ms": 1}
     ranks = run_ranks(8, lambda group: train_rank(group, topology, optimizer, **options))
     make = ALL_OPTIMIZERS[optimizer]
@@ -105,7 +105,7 @@ def test_ranks_equal_the_reference(algorithm: str, topology: str, optimizer: str
 
 @pytest.mark.parametrize(("algorithm", "topology", "optimizer"), SIMULATED)
 def test_the_simulation_equals_the_reference(algorithm: str, topology: str, optimizer: str) -> None:
-    """Every topology and optimizer that an algorithm is tried with, to 1e-10."""
+    """For every topology and optimizer of an algorithm's cases, to 1e-10."""
     sim = simulate(topology, optimizer, algorithm=algorithm)
     make = ALL_OPTIMIZERS[optimizer]
     assert_equal(
@@ -117,7 +117,7 @@ def test_the_simulation_equals_the_reference(algorithm: str, topology: str, opti
 @pytest.mark.parametrize("topology", ["one_peer_exponential", "complete", "random_matching"])
 @pytest.mark.parametrize("every", [2, 4])
 def test_local_steps_are_equal_on_both_engines(algorithm: str, topology: str, every: int) -> None:
-    """Exchanges at every so many steps: ranks, simulation and the reference agree."""
+    """With ``every``, ranks, simulation and the reference agree."""
     options: Any = {"algorithm": algorithm, "every": every}
     expected = reference.train(
         spaced(parse(topology, 4), every), algorithm, ALL_OPTIMIZERS["adamw"], NUM_STEPS
@@ -139,12 +139,12 @@ class Bowls(nn.Module):
         self.x = nn.Parameter(torch.zeros(6, dtype=torch.float64))
 
     def forward(self, curvature: Tensor) -> Tensor:
-        """Return what differs from the target by the root of the loss."""
+        """Return an output whose squared error to the target is twice the loss."""
         return curvature.sqrt() * self.x
 
 
 def distance_to_optimum(algorithm: str, steps: int) -> float:
-    """Return how far workers are from the optimum of the mean loss, in the mean."""
+    """Return the mean distance of workers from the optimum of the mean loss."""
     rng = np.random.default_rng(0)
     a = torch.from_numpy(rng.uniform(0.5, 2.0, (16, 1, 6)))
     c = torch.from_numpy(rng.normal(size=(16, 1, 6)))
@@ -163,7 +163,7 @@ def distance_to_optimum(algorithm: str, steps: int) -> float:
 
 
 def test_corrections_reach_the_optimum_where_atc_stalls() -> None:
-    """Full gradients, constant rate, different curvatures: atc has a bias, the others none."""
+    """Full gradients, constant rate, different curvatures: only atc is biased."""
     assert distance_to_optimum("atc", 4000) > 0.1
     assert distance_to_optimum("gradient_tracking", 4000) < 1e-12
     assert distance_to_optimum("exact_diffusion", 4000) < 1e-10
@@ -180,7 +180,7 @@ ONE_WAY = [
 
 
 def test_push_sum_reaches_the_true_mean_on_a_directed_graph() -> None:
-    """Out-degrees differ, so plain mixing comes to another point; Σx/Σw is kept."""
+    """Out-degrees differ, so plain mixing has another limit; Σx/Σw is conserved."""
     one_way = from_matrix(np.array(ONE_WAY), doubly_stochastic=False)
     starts = torch.arange(5, dtype=torch.float64)
 
@@ -208,7 +208,7 @@ def test_push_sum_reaches_the_true_mean_on_a_directed_graph() -> None:
 
 
 def test_local_steps_go_through_all_rounds() -> None:
-    """At every = 4 one-peer exponential uses each matching in turn, and comes to consensus."""
+    """At every = 4 one-peer exponential uses each matching in turn, and reaches consensus."""
     schedule = spaced(parse("one_peer_exponential", 16), 4)
     product = np.eye(16)
     for step in range(16):
@@ -219,7 +219,7 @@ def test_local_steps_go_through_all_rounds() -> None:
 
 
 def test_a_schedule_of_training_time_counts_steps() -> None:
-    """Ada thins out by the epoch, however rarely workers exchange."""
+    """Ada thins out with epochs, however rarely workers exchange."""
     ada = parse("ada(k0=6, gamma=1, steps_per_epoch=8)", 12)
     assert ada.counts == "steps"
     assert spaced(ada, 4).round(31) == ada.round(31)
@@ -232,7 +232,7 @@ def test_a_schedule_of_training_time_counts_steps() -> None:
 
 
 def test_tracking_sends_twice_and_push_sum_a_weight() -> None:
-    """Both engines count what travels besides parameters."""
+    """Both engines count what is exchanged besides parameters."""
 
     def sent(group: ProcessGroup, algorithm: str) -> int:
         model = make_model()
@@ -260,7 +260,7 @@ def test_tracking_sends_twice_and_push_sum_a_weight() -> None:
     [("gradient_tracking", "one_peer_ring"), ("exact_diffusion", "ring"), ("push_sum", "star")],
 )
 def test_a_state_continues_what_an_algorithm_keeps(algorithm: str, topology: str) -> None:
-    """Saved in the middle and loaded into another gossip, ranks end where others went on."""
+    """Ranks that load a state in mid-run end where uninterrupted ranks end."""
     topology = "star(weights=uniform)" if topology == "star" else topology
     optimizer_name = "sgd_nesterov"
 
@@ -296,7 +296,7 @@ def test_a_state_continues_what_an_algorithm_keeps(algorithm: str, topology: str
 
 
 def test_a_simulation_continues_what_an_algorithm_keeps() -> None:
-    """Tracker, last gradients and weights are part of its state."""
+    """Tracker, last gradients and weights are part of a simulation's state."""
     for algorithm, topology in (
         ("gradient_tracking", "one_peer_ring"),
         ("push_sum", "erdos_renyi(p=0.4, weights=uniform)"),
@@ -339,7 +339,7 @@ def test_averages_of_push_sum_are_weighed() -> None:
 
 
 def test_push_sum_resumes_on_other_members_from_the_weighed_average(tmp_path: Path) -> None:
-    """Four workers saved, three go on: from Σwz/Σw, with weights of one."""
+    """Four workers saved, three resume: from Σwz/Σw, with weights of one."""
 
     def save(group: ProcessGroup) -> Tensor:
         model = make_model()
@@ -371,7 +371,7 @@ def test_push_sum_resumes_on_other_members_from_the_weighed_average(tmp_path: Pa
 
 
 def test_a_moment_travels_on_its_own_period() -> None:
-    """Between its exchanges it is the worker's own; after one on the complete graph all agree."""
+    """Between exchanges a moment is local; after one on the complete graph all are equal."""
     make = ALL_OPTIMIZERS["adamw"]
 
     def moments(group: ProcessGroup) -> list[Tensor]:
@@ -395,7 +395,7 @@ def test_a_moment_travels_on_its_own_period() -> None:
 
 
 def whole_tensors(parameters: Any) -> SGD:
-    """An optimizer that keeps a momentum and looks at a whole tensor."""
+    """Return an optimizer with momentum whose update depends on a whole tensor."""
 
     class Normalized(SGD):
         def step(self, closure: Any = None) -> Any:
@@ -407,7 +407,7 @@ def whole_tensors(parameters: Any) -> SGD:
 
 
 def test_moments_of_an_optimizer_per_worker_are_refused() -> None:
-    """A simulation has no stacked moment of optimizers that look at whole tensors."""
+    """A simulation has no stacked moment of optimizers that are not elementwise."""
     text = "mixed_moments(moment=momentum_buffer)"
     with pytest.raises(UserError, match="needs an elementwise optimizer"):
         Simulation(make_model(), nn.functional.mse_loss, whole_tensors, 4, "ring", algorithm=text)
@@ -419,7 +419,7 @@ def test_moments_of_an_optimizer_per_worker_are_refused() -> None:
 def train_and_spoil(
     model: nn.Module, optimizer: SGD, rank: int, *, steps: int, at: int, spoiled: int = 2
 ) -> None:
-    """Train; at one step one rank's gradient is NaN."""
+    """Train; at one step the gradient of one rank is NaN."""
     for step in range(steps):
         optimizer.zero_grad()
         loss = loss_of(model, rank, step)
@@ -428,7 +428,7 @@ def train_and_spoil(
 
 
 def test_one_who_is_left_out_ends_tracking_at_once() -> None:
-    """What the others keep would be biased for ever, so both engines raise at the first round."""
+    """The states of the others would be biased for good, so both engines raise at once."""
 
     def spoil(group: ProcessGroup) -> str:
         model = make_model()
@@ -463,7 +463,7 @@ def test_one_who_is_left_out_ends_tracking_at_once() -> None:
 
 @pytest.mark.parametrize("options", [{"every": 3}, {"every": 3, "control": "gamma"}])
 def test_a_local_step_leaves_nobody_out(options: dict[str, Any]) -> None:
-    """Ranks that compare what they decided count the same as a simulation, which need not."""
+    """Ranks, which compare decisions in a local step, count the same as a simulation."""
     schedule = Schedule(4, None, lambda step: ring(4))  # its rounds are compared at every step
 
     def left_out(group: ProcessGroup) -> int:
@@ -489,7 +489,7 @@ def test_a_local_step_leaves_nobody_out(options: dict[str, Any]) -> None:
 
 
 def test_groups_of_spaced_rounds_all_reduce() -> None:
-    """However many local steps lie between them, an average of all is one all-reduce."""
+    """With any number of local steps in between, an average of all is one all-reduce."""
 
     def messages(group: ProcessGroup) -> int:
         model = make_model()
@@ -508,7 +508,7 @@ def test_groups_of_spaced_rounds_all_reduce() -> None:
 
 
 def test_tracking_under_a_scaler_needs_one_optimizer_that_is_not_fused() -> None:
-    """Others show it gradients that are still scaled, or that the update will not take."""
+    """Otherwise it would read gradients that are still scaled, or that will be skipped."""
 
     def body(group: ProcessGroup, num_optimizers: int, fused: bool) -> None:
         model = nn.Linear(4, 2)
@@ -529,7 +529,7 @@ def test_tracking_under_a_scaler_needs_one_optimizer_that_is_not_fused() -> None
 
 
 def test_norms_of_push_sum_are_those_of_the_model() -> None:
-    """Inside a step parameters carry the weight; what is measured there does not."""
+    """Inside a step parameters are multiplied by the weight; measured norms are not."""
     topology = "star(weights=uniform)"
     expected = np.array([[p.norm().item()] * 4 for p in make_model().parameters()])
 
@@ -557,11 +557,11 @@ def test_norms_of_push_sum_are_those_of_the_model() -> None:
 def test_a_state_of_another_algorithm_starts_anew_and_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """In both engines: what was kept means something else there."""
+    """In both engines a state of another algorithm is reset, with a warning."""
     tracking = simulate("ring", "sgd", algorithm="gradient_tracking")
     other = simulate("ring", "sgd", algorithm="exact_diffusion")
     other.load_state_dict(tracking.state_dict())
-    assert caplog.messages == ["the state is not of exact_diffusion, which starts anew"]
+    assert caplog.messages == ["the state is not of exact_diffusion, which is reset"]
     assert_equal(of_simulation(other), of_simulation(tracking))
 
     def body(group: ProcessGroup) -> None:
@@ -579,7 +579,7 @@ def test_a_state_of_another_algorithm_starts_anew_and_says_so(
 
 @pytest.mark.parametrize("algorithm", ["push_sum", "atc"])
 def test_a_scaler_and_two_optimizers_go_with_any_weight(algorithm: str) -> None:
-    """What ranks tell each other between two optimizers looks at no parameters."""
+    """The gather between two optimizers does not read parameters."""
 
     def body(group: ProcessGroup) -> int:
         model = nn.Linear(4, 2)
@@ -601,7 +601,7 @@ def test_a_scaler_and_two_optimizers_go_with_any_weight(algorithm: str) -> None:
 
 
 def test_moments_of_push_sum_are_averaged_without_weights(tmp_path: Path) -> None:
-    """On other members: parameters by Σwz/Σw, momenta and statistics by their mean."""
+    """On other members: parameters by Σwz/Σw, momenta and statistics by a plain mean."""
     topology = "star(weights=uniform)"
 
     def make() -> tuple[nn.Module, SGD]:
@@ -634,19 +634,19 @@ def test_moments_of_push_sum_are_averaged_without_weights(tmp_path: Path) -> Non
 
 
 class Unfinished(Algorithm):
-    """Leaves what is not the parameters in flight."""
+    """An algorithm that leaves a state other than the parameters in flight."""
 
     tracked = ("tracker",)
 
     def after_update(self, context: StepContext, step: int) -> None:
-        """Mix, and start what is not finished."""
+        """Mix, and start an exchange without finishing it."""
         (round,) = context.rounds(step)
         mix(context, round, step)
         context.start(round, step, "tracker")
 
 
 def test_only_parameters_stay_in_flight() -> None:
-    """Saving and draining know of no other exchange, so both engines refuse it."""
+    """Saving and draining wait for parameters only, so both engines reject other exchanges."""
     text = "tests.test_algorithms:Unfinished"
     with pytest.raises(UserError, match="got 'tracker' of Unfinished; finish it in after_update"):
         simulate("ring", "sgd", 2, algorithm=text)
@@ -663,7 +663,7 @@ def test_only_parameters_stay_in_flight() -> None:
 
 
 def test_a_parameter_of_no_optimizer_has_no_rate() -> None:
-    """Quasi-global momentum leaves it to mixing, on ranks as in a simulation."""
+    """Quasi-global momentum only mixes it, on ranks and in a simulation."""
 
     def body(group: ProcessGroup) -> Tensor:
         model = make_model()
@@ -678,7 +678,7 @@ def test_a_parameter_of_no_optimizer_has_no_rate() -> None:
 
 
 def test_moments_of_a_parameter_without_gradient_are_zero() -> None:
-    """An unused layer has no state in any worker's optimizer, and stays as it is."""
+    """An unused layer has no state in any worker's optimizer, and does not change."""
 
     class Half(nn.Module):
         def __init__(self) -> None:
@@ -703,7 +703,7 @@ def test_moments_of_a_parameter_without_gradient_are_zero() -> None:
 
 
 def test_mixed_statistics_are_counted_as_sent() -> None:
-    """A simulation counts running statistics where ranks send them."""
+    """A simulation counts running statistics if ranks would send them."""
     model = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64, affine=False), nn.Linear(64, 1))
     sims = [
         Simulation(
@@ -719,7 +719,7 @@ def test_mixed_statistics_are_counted_as_sent() -> None:
 
 
 def test_averages_of_push_sum_are_refused_between_two_optimizers() -> None:
-    """There some parameters carry the weight and others do not."""
+    """Between them some parameters are multiplied by the weight and others are not."""
 
     def body(group: ProcessGroup) -> None:
         model = nn.Linear(4, 2)
@@ -748,9 +748,9 @@ def _pushed() -> Any:
     ("options", "words"),
     [
         ({"algorithm": "gradient_tracing"}, "did you mean 'gradient_tracking'"),
-        ({"algorithm": "atc", "order": "awc"}, "give one of both"),
+        ({"algorithm": "atc", "order": "awc"}, "so only one may be given"),
         ({"algorithm": "d2", "topology": "ring"}, "smallest eigenvalue is above -1/3, got -0.333"),
-        ({"algorithm": "d2", "topology": "one_peer_ring"}, "one round for ever"),
+        ({"algorithm": "d2", "topology": "one_peer_ring"}, "the same round at every step"),
         ({"algorithm": "exact_diffusion", "topology": "exponential"}, "not symmetric"),
         ({"algorithm": "push_sum", "topology": "complete"}, "got an all-reduce at step 0"),
         (
@@ -762,7 +762,10 @@ def _pushed() -> Any:
         ({"algorithm": "gradient_tracking", "control": "auto"}, "got the control"),
         ({"algorithm": "push_sum", "buffers": "mix"}, "use buffers='average'"),
         ({"algorithm": "exact_diffusion", "topology": "complete"}, "use algorithm='d2'"),
-        ({"algorithm": "d2", "topology": "complete", "dtype": torch.bfloat16}, "rounding of"),
+        (
+            {"algorithm": "d2", "topology": "complete", "dtype": torch.bfloat16},
+            "rounding errors of",
+        ),
         ({"every": 0}, "every must be an integer from 1 to 16,384 steps, got 0"),
         ({"every": 2.5}, "every must be an integer"),
         ({"every": 4, "control": "constant(c=1)"}, "got every=4 beside .*use 'local_steps"),
@@ -772,13 +775,13 @@ def _pushed() -> Any:
     ],
 )
 def test_what_an_algorithm_does_not_allow_is_refused(options: dict[str, Any], words: str) -> None:
-    """At construction, in words that name what would fit."""
+    """At construction, with the name of an alternative."""
     with pytest.raises(UserError, match=words):
         simulate(options.pop("topology", "ring"), "sgd", **options)
 
 
 def test_optimizers_that_do_not_fit_are_refused() -> None:
-    """A correction is that of SGD; push-sum and tracking take any optimizer."""
+    """Corrections need SGD; push-sum and tracking work with any optimizer."""
     with pytest.raises(UserError, match=r"corrects steps of torch.optim.SGD, got AdamW"):
         simulate("ring", "adamw", algorithm="exact_diffusion")
     adamw = ALL_OPTIMIZERS["adamw"](make_model().parameters())
@@ -793,7 +796,7 @@ def test_optimizers_that_do_not_fit_are_refused() -> None:
 
 
 def test_a_round_whose_rows_do_not_sum_to_one_needs_push_sum() -> None:
-    """Others would lose or make parameters."""
+    """Other algorithms would shrink or inflate parameters."""
     one_way = from_matrix(np.array(ONE_WAY), doubly_stochastic=False)
     pushing = parse_algorithm("push_sum").adapt(static(one_way))
     with pytest.raises(UserError, match="use algorithm='push_sum'"):
@@ -816,7 +819,7 @@ def test_join_is_refused_where_steps_need_gradients() -> None:
             decentralize(
                 model, optimizer, ring(2), process_group=group, algorithm="gradient_tracking"
             ) as gossip,
-            pytest.raises(UserError, match=r"join\(\) goes on with steps that have no gradient"),
+            pytest.raises(UserError, match=r"join\(\) continues with steps without a gradient"),
             gossip.join(),
         ):
             pass

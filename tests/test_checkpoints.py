@@ -1,4 +1,4 @@
-"""A run that stops anywhere continues as if it had not; ranks are threads where they can be."""
+"""A run that stops at any point resumes as if it had not; ranks are threads where possible."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Run:
         )
 
     def train_to(self, num_steps: int, *, save_at: tuple[int, ...] = ()) -> Run:
-        """Take steps until there are so many; save after some of them."""
+        """Train up to a number of steps; save after some of them."""
         while self.gossip.num_steps < num_steps:
             self.optimizer.zero_grad()
             loss_of(self.model, self.gossip.rank, self.gossip.num_steps).backward()
@@ -74,7 +74,7 @@ class Run:
 
 
 def saved_at(folder: Path) -> list[int]:
-    """Return the steps in a folder, whole or not."""
+    """Return the steps in a folder, complete or not."""
     return sorted(int(path.name.removeprefix("step-")) for path in folder.iterdir())
 
 
@@ -95,7 +95,7 @@ def equal(left: list[Tensor], right: list[Tensor]) -> bool:
 def test_a_run_continues_bit_for_bit(
     num_ranks: int, topology: str, order: str, optimizer: str, tmp_path: Path
 ) -> None:
-    """Saved after 4 steps and restored elsewhere, it ends where the uninterrupted run ends."""
+    """Saved after 4 steps and restored in another run, it ends where the uninterrupted run does."""
 
     def uninterrupted(group: ProcessGroup) -> Tensor:
         return Run(group, tmp_path, topology, order, optimizer).train_to(8, save_at=(4,)).end()
@@ -110,7 +110,7 @@ def test_a_run_continues_bit_for_bit(
 
 
 def continued_by_hand(group: ProcessGroup, order: str, folder: Path) -> tuple[Tensor, Tensor]:
-    """Return where a run ends, and where one ends that loaded its state after 3 steps."""
+    """Return the end of a run, and of one that loaded its state after 3 steps."""
     run = Run(group, folder, "exponential", order).train_to(3)
     saved = copy.deepcopy(
         [run.model.state_dict(), run.optimizer.state_dict(), run.gossip.state_dict()]
@@ -124,13 +124,13 @@ def continued_by_hand(group: ProcessGroup, order: str, folder: Path) -> tuple[Te
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_the_states_alone_continue_a_run(order: str, tmp_path: Path) -> None:
-    """gossip.load_state_dict() after the model's and the optimizer's is all that is needed."""
+    """gossip.load_state_dict() after the model's and the optimizer's is sufficient."""
     for end, continued in run_ranks(4, lambda group: continued_by_hand(group, order, tmp_path)):
         assert torch.equal(end, continued)
 
 
 def test_the_exchange_must_start_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Without that the first step after loading is not mixed, and the tests above notice."""
+    """Without that the first step after loading is not mixed, and the tests above fail."""
     restart = Step.restart
 
     def without_exchange(step: Step) -> None:
@@ -157,7 +157,7 @@ def test_a_running_gossip_can_go_back(order: str, tmp_path: Path) -> None:
 
 
 def test_saving_does_not_change_a_run(tmp_path: Path) -> None:
-    """With a checkpoint after every step it ends where it ends without."""
+    """A run with a checkpoint after every step ends where one without does."""
     plain = run_ranks(3, lambda group: Run(group, tmp_path).train_to(5).end())
     every = (1, 2, 3, 4, 5)
     saving = run_ranks(3, lambda group: Run(group, tmp_path).train_to(5, save_at=every).end())
@@ -165,7 +165,7 @@ def test_saving_does_not_change_a_run(tmp_path: Path) -> None:
 
 
 class Convolutions(nn.Module):
-    """Statistics that are mixed, weights in another layout, tied and half-precision ones."""
+    """Mixed statistics, weights in another memory format, tied and half-precision ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ class Convolutions(nn.Module):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_all_of_a_models_state_continues(order: str, tmp_path: Path) -> None:
-    """Mixed statistics, layouts, ties, bf16, two optimizers and a scheduler."""
+    """Mixed statistics, memory formats, ties, bf16, two optimizers and a scheduler."""
 
     def train(group: ProcessGroup, *, resume: bool) -> list[Tensor]:
         model = Convolutions()
@@ -244,7 +244,7 @@ def test_a_damaged_checkpoint_is_passed_over(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Any file of it, anywhere: all ranks take the one before, and the log names the file."""
+    """For damage in any file: all ranks fall back to the one before, and the log names it."""
     ends = run_ranks(2, lambda group: Run(group, tmp_path).train_to(6, save_at=(2, 4)).end())
     newest = tmp_path / "step-00000004"
     shutil.copytree(newest, tmp_path / "spare")
@@ -274,7 +274,7 @@ def test_a_damaged_checkpoint_is_passed_over(
 
 
 def test_where_none_is_whole_the_run_does_not_start(tmp_path: Path) -> None:
-    """Starting from scratch by accident would cost the run; no checkpoint at all is fine."""
+    """Starting from scratch by accident would cost the run; an empty folder is fine."""
 
     def body(group: ProcessGroup) -> None:
         run = Run(group, tmp_path / "run")
@@ -298,10 +298,10 @@ def test_where_none_is_whole_the_run_does_not_start(tmp_path: Path) -> None:
 def test_whatever_a_damaged_checkpoint_raises_the_one_before_is_taken(
     found: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A pipe is not waited for, and no error of JSON, safetensors or Python goes through."""
+    """A pipe does not block, and no error of JSON, safetensors or Python escapes."""
 
     def write_part(folder: Path, state: Any) -> None:
-        """Put another state in place of the only part, with the checksum that it has."""
+        """Replace the only part by another state, with a matching checksum."""
         checksum = snapshot.write(folder / "new", state)
         _name_part(folder, checksum)
 
@@ -347,7 +347,7 @@ def _name_part(folder: Path, checksum: int) -> None:
 
 
 def test_a_link_among_the_steps_is_neither_read_nor_removed(tmp_path: Path) -> None:
-    """What it leads to is another run's: that run's checkpoints stay as they are."""
+    """Its target belongs to another run, whose checkpoints stay unchanged."""
 
     def body(group: ProcessGroup) -> None:
         Run(group, tmp_path / "theirs").train_to(1, save_at=(1,)).end()
@@ -368,7 +368,7 @@ def test_a_link_among_the_steps_is_neither_read_nor_removed(tmp_path: Path) -> N
 
 
 def test_a_full_disk_is_said_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With how much must be written and what to do; nothing half-written stays."""
+    """With the bytes needed and a remedy; no partial file stays."""
 
     def full(tensors: object, path: Path) -> None:
         path.write_bytes(b"half")
@@ -389,7 +389,7 @@ def test_a_full_disk_is_said_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 class Disk:
-    """Calls that change the disk, of which one fails."""
+    """Calls that change the disk, one of which fails."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.calls_left = 10**9
@@ -406,7 +406,7 @@ class Disk:
         return run
 
     def fail_at(self, call: int, gossip: Gossip) -> None:
-        """Let the call fail that is the so many-th from now, when all ranks are here."""
+        """Make the n-th call from now fail, after all ranks have reached this point."""
         gossip.gather(0)
         self.calls_left = call
         gossip.gather(0)
@@ -425,7 +425,7 @@ def save_fails(run: Run) -> bool:
 def test_a_crash_anywhere_in_a_save_leaves_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where any call that changes the disk fails, on any rank, all raise, and the run can go on."""
+    """If any call that changes the disk fails on any rank, all raise, and training can continue."""
     disk = Disk(monkeypatch)
 
     def body(group: ProcessGroup) -> int:
@@ -450,7 +450,7 @@ def test_a_crash_anywhere_in_a_save_leaves_the_one_before(
 def test_a_step_that_is_saved_again_is_there_all_the_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A crash leaves what was saved first or what was saved then, the same on all ranks."""
+    """A crash leaves the first or the second save, the same on all ranks."""
     disk = Disk(monkeypatch)
 
     def body(group: ProcessGroup) -> list[int]:
@@ -476,7 +476,7 @@ def test_a_step_that_is_saved_again_is_there_all_the_time(
 
 
 def test_a_rank_that_is_killed_while_it_saves(tmp_path: Path) -> None:
-    """SIGKILL in the middle of a file: the previous checkpoint continues the run."""
+    """After SIGKILL in the middle of a file, the run resumes from the previous checkpoint."""
     command = [sys.executable, "-m", "tests.killed_while_saving", str(tmp_path)]
     subprocess.run(command, check=True, timeout=50)
     assert (tmp_path / "0.code").read_text() == "1"
@@ -499,7 +499,7 @@ def test_a_rank_that_is_killed_while_it_saves(tmp_path: Path) -> None:
 
 
 def test_old_checkpoints_go(tmp_path: Path) -> None:
-    """The last K stay; unfinished ones go with them; a step saved twice has one file per rank."""
+    """The last K stay; incomplete ones are removed; a step saved twice has one file per rank."""
 
     def body(group: ProcessGroup) -> None:
         run = Run(group, tmp_path, keep=2).train_to(3, save_at=(1, 2, 3))
@@ -521,7 +521,7 @@ def test_old_checkpoints_go(tmp_path: Path) -> None:
 
 
 def test_a_damaged_checkpoint_takes_no_place(tmp_path: Path) -> None:
-    """One that was passed over is not among the last K, and is overwritten or removed."""
+    """One that was passed over does not count among the last K, and is overwritten or removed."""
 
     def body(group: ProcessGroup) -> None:
         Run(group, tmp_path).train_to(6, save_at=(2, 4, 6)).end()
@@ -566,7 +566,7 @@ def test_what_is_being_removed_is_not_whole(
 
 
 def test_a_folder_on_each_host_will_do(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Ranks that see only what they wrote restore the newest that is the same one on all."""
+    """Ranks that see only their own files restore the newest checkpoint common to all."""
 
     def saving(group: ProcessGroup, run: str, order: str) -> Tensor:
         folder = tmp_path / run / str(group.rank())
@@ -598,7 +598,7 @@ def test_a_folder_on_each_host_will_do(tmp_path: Path, caplog: pytest.LogCapture
 def test_another_number_of_workers_continues_from_the_average(
     saved: int, resumed: int, order: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Parameters and moments are the mean of all replicas, everywhere; the log says so."""
+    """Parameters and moments are the mean of all replicas, on every worker; it is logged."""
     caplog.set_level(logging.INFO)
 
     def moments(run: Run) -> Tensor:
@@ -628,7 +628,7 @@ def test_another_number_of_workers_continues_from_the_average(
 
 
 def test_a_window_stays_with_another_number_of_workers(tmp_path: Path) -> None:
-    """AccumAdam's was settled by the workers that the run began with, and its moments know it."""
+    """AccumAdam's window was resolved by the first number of workers, as its moments were."""
 
     def window_after(group: ProcessGroup, num_steps: int) -> int:
         run = Run(group, tmp_path, optimizer="accum_adamw")
@@ -644,7 +644,7 @@ def test_a_window_stays_with_another_number_of_workers(tmp_path: Path) -> None:
 
 
 def test_all_ranks_stop_at_one_step(tmp_path: Path) -> None:
-    """Whichever rank is interrupted, when; before that none stops."""
+    """Whichever rank is interrupted, and when; none stops before that."""
 
     def body(group: ProcessGroup) -> list[int]:
         stops: list[int] = []
@@ -666,7 +666,7 @@ def test_all_ranks_stop_at_one_step(tmp_path: Path) -> None:
 
 
 def test_a_run_may_end_while_ranks_ask_each_other(tmp_path: Path) -> None:
-    """What was begun by interrupted() does not have to be waited for."""
+    """A run may close while the all-gather of interrupted() is in flight."""
 
     def body(group: ProcessGroup) -> None:
         run = Run(group, tmp_path, check_every=1)
@@ -697,7 +697,7 @@ def train_on(folder: Path, num_steps: int, resume: bool) -> Tensor:
 
 
 def test_sigterm_to_one_process_saves_all(pool: ProcessPool, tmp_path: Path) -> None:
-    """One step on all ranks, and the run goes on from it as if nothing had happened."""
+    """All ranks save the same step, and the run resumes from it bit for bit."""
     victim = pool.run(os.getpid)[2]
 
     def terminate() -> None:
@@ -722,13 +722,13 @@ def test_sigterm_to_one_process_saves_all(pool: ProcessPool, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"keep": 0}, "keep must be a whole number of at least 1, got 0"),
-        ({"check_every": 0.5}, "check_every must be a whole number of at least 1, got 0.5"),
+        ({"keep": 0}, "keep must be an integer of at least 1, got 0"),
+        ({"check_every": 0.5}, "check_every must be an integer of at least 1, got 0.5"),
         ({"rate": 0.1}, r"objects with state_dict\(\) and load_state_dict\(\), got rate"),
     ],
 )
 def test_bad_arguments_are_refused(options: dict[str, Any], words: str, tmp_path: Path) -> None:
-    """At construction, with what was required and given."""
+    """They raise at construction, with the required and the given value."""
 
     def body(group: ProcessGroup) -> None:
         with pytest.raises(UserError, match=words):
@@ -738,7 +738,7 @@ def test_bad_arguments_are_refused(options: dict[str, Any], words: str, tmp_path
 
 
 def test_folders_that_cannot_hold_checkpoints_are_refused(tmp_path: Path) -> None:
-    """A file; a folder of another run, which would be continued in place of this one."""
+    """A file, or a folder of another run, which would be resumed instead of this one."""
     (tmp_path / "file").touch()
 
     def body(group: ProcessGroup) -> None:
@@ -757,7 +757,7 @@ def test_folders_that_cannot_hold_checkpoints_are_refused(tmp_path: Path) -> Non
 
 
 def test_a_closed_gossip_and_join_are_refused(tmp_path: Path) -> None:
-    """Ranks could not meet."""
+    """Collective calls are impossible there."""
 
     def body(group: ProcessGroup) -> None:
         run = Run(group, tmp_path, check_every=1)
@@ -775,7 +775,7 @@ def test_a_closed_gossip_and_join_are_refused(tmp_path: Path) -> None:
 
 
 def test_another_model_is_refused_with_the_place(tmp_path: Path) -> None:
-    """The error of torch says what differs, and a note says where it came from."""
+    """The error of torch says what differs, and a note names the checkpoint."""
 
     def body(group: ProcessGroup) -> None:
         Run(group, tmp_path).train_to(1, save_at=(1,)).end()
@@ -793,7 +793,7 @@ def test_another_model_is_refused_with_the_place(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_saves_alone_is_told_so(tmp_path: Path) -> None:
-    """It waits for the others no longer than the timeout, and the error names the call."""
+    """It waits for the others up to the timeout, and the error names the call."""
 
     def body(group: ProcessGroup) -> None:
         model = make_model()
@@ -811,7 +811,7 @@ def test_a_rank_that_saves_alone_is_told_so(tmp_path: Path) -> None:
 
 
 def test_signals_need_the_main_thread(tmp_path: Path) -> None:
-    """Python delivers them there; the error says what else can be done."""
+    """Python delivers signals there; the error names the alternative."""
 
     def body(group: ProcessGroup) -> None:
         run = Run(group, tmp_path)

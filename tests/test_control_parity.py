@@ -203,7 +203,7 @@ def test_a_state_of_another_control_starts_the_control_anew(
             assert math.isinf(gossip.decision.target)  # it calibrates again
 
     run_ranks(5, body)
-    assert "which starts anew at step 1" in caplog.text
+    assert "which is reset at step 1" in caplog.text
 
 
 def _copy(value: object) -> object:

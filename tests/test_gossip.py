@@ -1,4 +1,4 @@
-"""What a user's loop may do, and what the handle promises; ranks are threads."""
+"""What a training loop may do, and what the handle guarantees; ranks are threads."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def take_steps(
 
 
 class WithStatistics(nn.Module):
-    """A network with BatchNorm: buffers of floats that training moves, and an integer one."""
+    """A network with BatchNorm: float buffers that training updates, and an integer buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class WithStatistics(nn.Module):
 
 
 def test_the_model_keeps_its_names_shapes_and_ties() -> None:
-    """state_dict keys, load_state_dict, tied parameters and strides are as before."""
+    """state_dict keys, load_state_dict, tied parameters and strides do not change."""
 
     def body(group: ProcessGroup) -> None:
         model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4), "c": nn.Conv2d(3, 8, 3)})
@@ -84,7 +84,7 @@ def test_the_model_keeps_its_names_shapes_and_ties() -> None:
 
 
 def test_everything_starts_as_on_rank_0() -> None:
-    """Trainable and frozen parameters, buffers of any kind and layout."""
+    """Trainable and frozen parameters and buffers of any dtype and layout are broadcast."""
 
     def body(group: ProcessGroup) -> dict[str, Tensor]:
         model = WithStatistics()
@@ -105,7 +105,7 @@ def test_everything_starts_as_on_rank_0() -> None:
 
 
 def test_accumulation_clipping_schedulers_and_groups_work_unchanged() -> None:
-    """The loop with all of them equals the same loop written against the reference's mixing."""
+    """A loop with all of them equals the same loop with the reference's mixing."""
     rounds = parse("ring", 3)
 
     def make(model: nn.Module) -> tuple[Any, Any]:
@@ -147,7 +147,7 @@ def test_accumulation_clipping_schedulers_and_groups_work_unchanged() -> None:
 
 
 def test_frozen_parameters_stay_and_missing_gradients_do_not_stop_mixing() -> None:
-    """A frozen layer is not sent; a layer without a gradient in this step is mixed all the same."""
+    """A frozen layer is not sent; a layer without a gradient in this step is still mixed."""
 
     def body(group: ProcessGroup) -> tuple[Tensor, Tensor, int]:
         model = make_model()
@@ -171,7 +171,7 @@ def test_frozen_parameters_stay_and_missing_gradients_do_not_stop_mixing() -> No
 
 
 def test_mixed_dtypes_travel_in_buckets_of_their_own() -> None:
-    """Half precision beside single: each is mixed in its own dtype."""
+    """Half and single precision have separate buckets, each mixed in its own dtype."""
 
     def body(group: ProcessGroup) -> nn.Module:
         model = nn.ModuleList(
@@ -193,7 +193,7 @@ def test_mixed_dtypes_travel_in_buckets_of_their_own() -> None:
 
 
 def test_autocast_and_a_compiled_model() -> None:
-    """A compiled model under bf16 autocast trains, and its workers come to agree."""
+    """A compiled model under bf16 autocast trains, and its workers reach consensus."""
 
     def body(group: ProcessGroup) -> tuple[float, float, Tensor]:
         model = make_model().float()
@@ -219,7 +219,7 @@ def test_autocast_and_a_compiled_model() -> None:
 
 
 def test_averaged_is_exact_and_restores_every_bit() -> None:
-    """Inside: the mean of all workers, buffers too. After: what was there, also in flight."""
+    """Inside: the mean of all workers, buffers too. After: the old bits, also in flight."""
 
     def body(group: ProcessGroup) -> dict[str, Any]:
         model = WithStatistics()
@@ -256,7 +256,7 @@ def test_averaged_is_exact_and_restores_every_bit() -> None:
 
 
 def test_an_exception_inside_averaged_restores_too() -> None:
-    """Evaluation that fails leaves the worker as it was."""
+    """An evaluation that raises leaves the worker's parameters unchanged."""
 
     def body(group: ProcessGroup) -> bool:
         model = make_model()
@@ -273,7 +273,7 @@ def test_an_exception_inside_averaged_restores_too() -> None:
 
 
 def test_consensus_distance_equals_its_formula() -> None:
-    """Ξ² = (1/n) Σ ‖x̄ − x_i‖²; the same number on every rank."""
+    """Ξ² = (1/n) Σ ‖x̄ − x_i‖², equal on every rank."""
 
     def body(group: ProcessGroup) -> tuple[float, Tensor]:
         model = make_model()
@@ -292,7 +292,7 @@ def test_consensus_distance_equals_its_formula() -> None:
 
 
 def test_finalize_leaves_the_average_and_no_hook() -> None:
-    """Afterwards all models are equal, and the optimizer steps alone."""
+    """After it all models are equal, and optimizer.step() no longer exchanges."""
 
     def body(group: ProcessGroup) -> tuple[Tensor, Tensor]:
         model = make_model()
@@ -315,7 +315,7 @@ def test_finalize_leaves_the_average_and_no_hook() -> None:
 @pytest.mark.parametrize("order", ["awc", "atc"])
 @pytest.mark.parametrize("policy", ["local", "average", "mix"])
 def test_buffers_follow_their_policy(policy: str, order: str) -> None:
-    """Statistics stay local, or are mixed as parameters are; integers are never touched."""
+    """Statistics are local, or mixed like parameters; integer buffers never change."""
 
     def body(group: ProcessGroup) -> tuple[Tensor, Tensor, int]:
         model = WithStatistics()
@@ -342,7 +342,7 @@ def test_buffers_follow_their_policy(policy: str, order: str) -> None:
 
 
 def test_gossip_can_be_repeated_within_a_step() -> None:
-    """Mixing three times with a ring is mixing once with the cube of its matrix."""
+    """Mixing three times with a ring equals mixing once with the cube of its matrix."""
 
     def body(group: ProcessGroup) -> Tensor:
         model = make_model()
@@ -362,9 +362,9 @@ def test_gossip_can_be_repeated_within_a_step() -> None:
 
 @pytest.mark.parametrize("topology", ["complete", "ring"])
 def test_mixed_statistics_go_on_moving(topology: str) -> None:
-    """Under awc the statistics of a forward pass are kept, in all-reduced rounds as in others.
+    """Under awc the updates of a forward pass are kept, in all-reduced rounds and others.
 
-    A worker keeps its weight on its current statistics: w_ii b_i + Σ_j w_ij (b_j as sent).
+    A worker's own weight applies to its current statistics: w_ii b_i + Σ_j w_ij (b_j as sent).
     """
 
     def body(group: ProcessGroup) -> list[tuple[Tensor, Tensor]]:
@@ -396,7 +396,7 @@ def test_mixed_statistics_go_on_moving(topology: str) -> None:
 
 
 def test_only_statistics_are_averaged() -> None:
-    """A mask of −inf, or any other buffer of the user's, is not touched after the start."""
+    """A mask of −inf, or any other buffer of the user, is not changed after the start."""
 
     def body(group: ProcessGroup) -> Tensor:
         model = WithStatistics()
@@ -443,7 +443,7 @@ def test_a_closure_is_evaluated_at_the_unmixed_parameters() -> None:
     "text", ["ring", "complete", "aer(workers_per_node=4)", "star", "one_peer_ring"]
 )
 def test_bytes_and_messages_are_those_of_the_rounds(text: str) -> None:
-    """The counters equal what Round says it sends: predictions can be checked against them."""
+    """The counters equal those of Round, so predictions can be checked against them."""
     num_steps = 5
 
     def body(group: ProcessGroup) -> tuple[int, int]:
@@ -466,7 +466,7 @@ def test_bytes_and_messages_are_those_of_the_rounds(text: str) -> None:
     ("text", "copies"), [("one_peer_exponential", 1), ("torus", 2), ("ring", 2)]
 )
 def test_extra_memory(text: str, copies: int) -> None:
-    """One copy of the parameters for one-peer rounds, at most two for others, in any degree."""
+    """One copy of the parameters for one-peer rounds, at most two for others of any degree."""
 
     def body(group: ProcessGroup) -> float:
         model = nn.Linear(64, 64, bias=False)
@@ -486,7 +486,7 @@ def test_extra_memory(text: str, copies: int) -> None:
 
 
 def test_neighbours_are_received_around_the_circle() -> None:
-    """Each sender is the first of one receiver, so no link idles while all wait for another."""
+    """Each sender is first in line at one receiver only, so no link idles."""
 
     def body(group: ProcessGroup) -> list[int]:
         model = make_model()
@@ -499,7 +499,7 @@ def test_neighbours_are_received_around_the_circle() -> None:
 
 
 def test_a_connection_carries_parameters_one_way() -> None:
-    """Each TCP connection carries parameters one way only: requests do not wait behind data."""
+    """Each TCP connection has data in one direction: requests do not queue behind data."""
     before = tcp_traffic()
 
     def body(group: ProcessGroup) -> dict[str, tuple[int, int]]:
@@ -521,7 +521,7 @@ def test_a_connection_carries_parameters_one_way() -> None:
 
 
 def tcp_traffic() -> dict[str, tuple[int, int]]:
-    """Bytes sent and received at every end of a TCP connection that this process holds."""
+    """Return the bytes sent and received on every TCP connection of this process."""
     traffic: dict[str, tuple[int, int]] = {}
     for link in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # closed meanwhile, or no connection
@@ -536,7 +536,7 @@ def tcp_traffic() -> dict[str, tuple[int, int]]:
 
 
 def test_two_gossips_on_one_group_do_not_meet() -> None:
-    """Two models in one process, each with a gossip of its own, mix as if they were alone."""
+    """Two models in one process, each with its own gossip, do not interfere."""
 
     def body(group: ProcessGroup) -> tuple[Tensor, Tensor]:
         models = [make_model(), make_model()]
@@ -572,7 +572,7 @@ def test_two_gossips_on_one_group_do_not_meet() -> None:
 
 
 def test_a_peer_that_does_not_come_is_named_in_time() -> None:
-    """A wait ends at the timeout with who waited, for whom and for what, and who is to blame."""
+    """A wait times out with who waited, for whom and for what, and the culprit."""
     all_raised = threading.Barrier(5)
 
     def body(group: ProcessGroup) -> str:
@@ -617,7 +617,7 @@ def test_a_peer_that_does_not_come_is_named_in_time() -> None:
     ],
 )
 def test_bad_arguments_are_refused(options: dict[str, Any], words: str) -> None:
-    """Before anything is sent, with what was required and given."""
+    """They raise before anything is sent, with the required and the given value."""
     arguments: dict[str, Any] = {"topology": "ring", **options}
 
     def body(group: ProcessGroup) -> None:
@@ -645,7 +645,7 @@ def test_sixteen_bit_workers_average_exactly() -> None:
 
 
 def test_averaging_does_not_inflate_parameters() -> None:
-    """A thousand all-reduced rounds of equal workers leave their norm as it is, within 1e-6."""
+    """After a thousand all-reduced rounds of equal workers their norm is within 1e-6."""
 
     def body(group: ProcessGroup) -> float:
         model = nn.Linear(30, 30)
@@ -661,7 +661,7 @@ def test_averaging_does_not_inflate_parameters() -> None:
 
 
 def test_saving_a_part_after_the_end_saves_that_part(tmp_path: Path) -> None:
-    """Parameters have storage of their own again, so a head's file has the size of a head."""
+    """Parameters have left their buckets, so the file of a head has the size of a head."""
 
     def body(group: ProcessGroup) -> int:
         model = nn.Sequential(nn.Linear(300, 300), nn.Linear(300, 2))
@@ -674,7 +674,7 @@ def test_saving_a_part_after_the_end_saves_that_part(tmp_path: Path) -> None:
 
 
 def test_training_more_parameters_later_is_refused() -> None:
-    """Unfrozen or added parameters would not be mixed, so the next step says so."""
+    """Unfrozen or added parameters would not be mixed, so the next step raises."""
 
     def body(group: ProcessGroup) -> None:
         model = make_model()
@@ -695,7 +695,7 @@ def test_training_more_parameters_later_is_refused() -> None:
 
 
 def test_a_closure_that_is_called_twice_is_refused() -> None:
-    """SAM and the like need gradients at other points; the same gradient again would be wrong."""
+    """A second call, as in SAM, needs gradients at other points; reusing the first is wrong."""
 
     class Twice(SGD):
         def step(self, closure: Any = None) -> Any:
@@ -714,7 +714,7 @@ def test_a_closure_that_is_called_twice_is_refused() -> None:
 
 
 def test_models_that_cannot_gossip_are_refused() -> None:
-    """Each with its reason: gossiping already, without a shape, tied by memory, not dense."""
+    """Each with its reason: gossiping already, uninitialized, tied by memory, not dense."""
 
     def body(group: ProcessGroup) -> None:
         def refused(model: nn.Module, words: str) -> None:
@@ -739,7 +739,7 @@ def test_models_that_cannot_gossip_are_refused() -> None:
 
 
 def test_an_optimizer_of_another_model_is_refused() -> None:
-    """Its parameters would never be mixed."""
+    """The parameters that it trains would never be mixed."""
 
     def body(group: ProcessGroup) -> None:
         model, other = make_model(), make_model()
@@ -752,7 +752,7 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
 
 
 class Wrapper(torch.optim.Optimizer):
-    """An optimizer that calls another one's step, without hooks, as Accelerate's does."""
+    """An optimizer without hooks that calls the step of another, like Accelerate's."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -760,7 +760,7 @@ class Wrapper(torch.optim.Optimizer):
 
 
 def test_a_wrapper_without_hooks_is_refused() -> None:
-    """Its step would not mix; the error says what to pass."""
+    """Its step would not mix; the error names the optimizer to pass."""
 
     def body(group: ProcessGroup) -> None:
         model = make_model()
@@ -784,7 +784,7 @@ def test_without_a_process_group_the_error_says_how_to_get_one(
 def test_plain_adam_is_told_what_it_loses(
     kind: Any, num_lines: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One rank says it once, with what to use; of other optimizers nothing is said."""
+    """One rank logs the alternative to Adam once; nothing is logged for other optimizers."""
 
     def body(group: ProcessGroup) -> None:
         model = make_model()
@@ -796,7 +796,7 @@ def test_plain_adam_is_told_what_it_loses(
 
 
 def test_what_a_rank_opens_follows_from_its_neighbours() -> None:
-    """Four times the ranks add two levels of a broadcast and of a gather to each, not 12 peers."""
+    """Four times the ranks add two levels of broadcast and gather per rank, not 12 peers."""
 
     def body(group: ProcessGroup) -> int:
         model = nn.Linear(2, 2)
@@ -816,7 +816,7 @@ def test_what_a_rank_opens_follows_from_its_neighbours() -> None:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5, 7, 8, 9])
 def test_all_ranks_gather_every_row_in_the_order_of_ranks(num_ranks: int) -> None:
-    """Whether or not their number is a power of two, and with several gathers in flight."""
+    """For any number of ranks, power of two or not, and several gathers in flight."""
 
     def body(group: ProcessGroup) -> None:
         detector = FailureDetector(NoticeBoard(group, timedelta(seconds=20)))
@@ -832,7 +832,7 @@ def test_all_ranks_gather_every_row_in_the_order_of_ranks(num_ranks: int) -> Non
 
 
 def test_a_gather_in_flight_ends_before_its_connections() -> None:
-    """close() waits for it: a thread that waits in Gloo must not outlive the interpreter."""
+    """close() waits for it: a thread in Gloo must not outlive the interpreter."""
 
     def body(group: ProcessGroup) -> list[int]:
         model = nn.Linear(2, 2)
@@ -846,7 +846,7 @@ def test_a_gather_in_flight_ends_before_its_connections() -> None:
 
 
 def test_a_closed_gossip_holds_no_descriptors() -> None:
-    """Though the user still has the handle."""
+    """File descriptors are closed even if the user keeps the handle."""
 
     def body(group: ProcessGroup) -> Gossip:
         model = nn.Linear(2, 2)
@@ -865,7 +865,7 @@ def test_a_closed_gossip_holds_no_descriptors() -> None:
 
 @pytest.mark.parametrize("order", ["awc", "atc"])
 def test_neighbours_connect_when_they_first_exchange(order: str) -> None:
-    """A schedule without a period opens gathers' peers ahead, and then whom its rounds need."""
+    """A schedule without a period opens gathers' peers at the start, others when needed."""
     num_steps, schedule = 4, parse("random_matching", 8)
 
     def body(group: ProcessGroup) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
@@ -892,7 +892,7 @@ def test_neighbours_connect_when_they_first_exchange(order: str) -> None:
 
 
 def test_the_end_of_one_rank_does_not_disturb_others_that_connect() -> None:
-    """Two that meet late connect though a third has ended in order: it waited for neither."""
+    """Two ranks can connect late after a third has closed: it waits for neither."""
     alone, pair = from_matrix(np.eye(3)), from_matrix([[1, 0, 0], [0, 0.5, 0.5], [0, 0.5, 0.5]])
 
     def body(group: ProcessGroup) -> bool:

@@ -1,4 +1,4 @@
-"""Ranks that do not agree, or fail, say so: at the start, on rounds, and through notices."""
+"""Ranks that disagree or fail are named: at the start, on rounds, and through notices."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ DIFFERENCES: dict[str, tuple[Callable[[], Start], str]] = {
 
 
 def test_starts_that_differ_are_named_on_every_rank() -> None:
-    """100 random differences on random ranks: each rank names the field and the ranks, in time."""
+    """100 random differences on random ranks: each error names the field and the ranks."""
     dice = random.Random(5)
 
     def body(group: ProcessGroup, others: set[int], make: Callable[[], Start]) -> str:
@@ -120,7 +120,7 @@ def test_starts_that_differ_are_named_on_every_rank() -> None:
 
 
 def test_versions_and_custom_schedules_are_compared() -> None:
-    """Two schedules of one name with different rounds differ; so do two versions of the library."""
+    """Schedules of one name with different rounds are an error; so are two versions."""
 
     def body(group: ProcessGroup) -> str:
         model = make_model()
@@ -147,7 +147,7 @@ def test_versions_and_custom_schedules_are_compared() -> None:
 
 @pytest.mark.parametrize("missing", [0, 2])
 def test_a_rank_that_never_starts_is_named(missing: int) -> None:
-    """The others wait for the timeout, and say who did not call."""
+    """After the timeout the errors of the others name the rank that did not call."""
 
     def body(group: ProcessGroup) -> str:
         if group.rank() == missing:
@@ -169,7 +169,7 @@ def test_a_rank_that_never_starts_is_named(missing: int) -> None:
 
 @pytest.mark.parametrize("period", [None, 100])
 def test_rounds_that_differ_later_are_an_error(period: int | None) -> None:
-    """Rounds without a period are compared at every step; others when a wait for one fails."""
+    """Rounds without a period are compared at every step; others when a wait fails."""
     usual, other = parse("ring", 3).round(0), parse("star", 3).round(0)
 
     def body(group: ProcessGroup) -> str:
@@ -204,7 +204,7 @@ def detectors(num_ranks: int) -> list[FailureDetector]:
 
 
 def test_a_cause_is_found_along_notices() -> None:
-    """From a healthy neighbour's failure to the rank that posted nothing, at any distance."""
+    """From a healthy neighbour's failure to the rank without a notice, at any distance."""
     zero, one, two, _three = detectors(4)
     timed_out, lost = RuntimeError("Timed out waiting"), RuntimeError("Connection closed by peer")
     assert two.failure("bucket 0 from rank 3", (3,), timed_out).culprit == 3
@@ -217,7 +217,7 @@ def test_a_cause_is_found_along_notices() -> None:
 
 
 def test_a_failure_of_all_ranks_asks_the_store_little() -> None:
-    """One of many that lose a peer in a collective looks for it, and tells all others."""
+    """Of many ranks that lose a peer in a collective, one searches and informs the others."""
     num_ranks = 40
     stores = [CountingStore(shared) for shared in [HashStore()] * num_ranks]
     groups = [dist.ProcessGroup(store, rank, num_ranks) for rank, store in enumerate(stores)]
@@ -240,7 +240,7 @@ def test_a_failure_of_all_ranks_asks_the_store_little() -> None:
 
 
 def test_a_rank_that_leaves_says_why() -> None:
-    """Its own words are the cause, for neighbours and for theirs."""
+    """The reason that it posts is the cause in the errors of direct and indirect neighbours."""
     zero, one, two = detectors(3)
     two.leave("raised ValueError('x')")
     assert "rank 2 raised ValueError('x') at step 0" in str(one.failure("it", (2,), RuntimeError()))
@@ -248,7 +248,7 @@ def test_a_rank_that_leaves_says_why() -> None:
 
 
 def test_a_peer_that_is_late_is_not_blamed_for_a_rank_that_raised() -> None:
-    """Whoever waits for a silent peer looks at who failed first."""
+    """A rank that waits for a silent peer names the rank that failed first."""
     zero, one, two = detectors(3)
     two.leave("raised ValueError('x')")
     assert zero.failure("it", (1,), RuntimeError("timed out")).culprit == 2
@@ -256,7 +256,7 @@ def test_a_peer_that_is_late_is_not_blamed_for_a_rank_that_raised() -> None:
 
 
 def test_last_calls_are_named_as_such() -> None:
-    """A call that is noted may be over, and a rank may have made none."""
+    """A recorded call may have returned, and a rank may have made none."""
     zero, one, _two = detectors(3)
     with one.calling("averaged()"):
         pass
@@ -267,7 +267,7 @@ def test_last_calls_are_named_as_such() -> None:
 def test_a_blocked_rank_is_not_blamed_and_warns(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A rank that itself waits posts where it is, logs a warning, and takes it back later."""
+    """A blocked rank posts its position, logs a warning, and removes the notice later."""
     monkeypatch.setattr(failures, "_WARN_S", 0.1)
     zero, one, _two = detectors(3)
     one.at(7, "abc")
@@ -285,7 +285,7 @@ def test_a_blocked_rank_is_not_blamed_and_warns(
 
 @pytest.mark.timeout(150)
 def test_every_survivor_of_a_fault_names_the_cause() -> None:
-    """Kills, stops, exceptions, lone calls: an error in twice the timeout, no hang, no abort."""
+    """Kills, stalls, exceptions, lone calls: an error within twice the timeout, no hang."""
     limit_s = 2.0
     command = [sys.executable, "-m", "benchmarks.faults", "--json", "--timeout", str(limit_s)]
     output = subprocess.run(command, capture_output=True, text=True, timeout=140, check=True).stdout
@@ -301,7 +301,7 @@ def test_every_survivor_of_a_fault_names_the_cause() -> None:
 
 
 def test_training_uses_nothing_of_this() -> None:
-    """A step that goes well leaves nothing in the store."""
+    """A step without failures writes nothing to the store."""
 
     def body(group: ProcessGroup) -> int:
         model = make_model()

@@ -1,4 +1,4 @@
-"""Loops as people write them; ranks are threads, but processes for torch's own wrappers."""
+"""Common training loops; ranks are threads, and processes for torch's own wrappers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def gradients(model: nn.Module, worker: int, step: int) -> None:
 def expected(
     schedule: Schedule, order: str, make: Callable[[nn.Module], Any], update: Update, steps: int
 ) -> list[Tensor]:
-    """Train in the plainest form: a step of all workers is gradients, mixing and updates."""
+    """Train by the reference: a step of all workers is gradients, mixing and updates."""
     models = [make_model() for _ in range(schedule.num_workers)]
     optimizers = [make(model) for model in models]
     for step in range(steps):
@@ -68,7 +68,7 @@ class _Deferred:
 
     @torch.no_grad()
     def mix(self) -> None:
-        """Add what mixing changes, so that edits of this step stay."""
+        """Add the change by mixing, so that edits of this step stay."""
         pairs = zip(self._model.parameters(), self._mixed.parameters(), self._unmixed, strict=True)
         for p, mixed, unmixed in pairs:
             p.add_(mixed - unmixed)
@@ -110,7 +110,7 @@ def two_optimizers(model: nn.Module) -> list[Optimizer]:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_several_optimizers_form_one_step(order: str) -> None:
-    """SGD on one layer and AdamW on another, called one after the other, mix once per step."""
+    """SGD on one layer and AdamW on another, one after the other, mix once per step."""
 
     def loop(rank: int, model: nn.Module, optimizers: list[Optimizer], gossip: Gossip) -> None:
         for step in range(6):
@@ -154,7 +154,7 @@ def test_optimizers_that_train_in_turns_are_refused() -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_an_infinity_on_one_rank_skips_the_step_on_all(fused: bool) -> None:
-    """No rank waits for one that skipped, all scales stay equal, and training goes on."""
+    """No rank waits for one that skipped, all scales stay equal, and training continues."""
 
     def body(group: ProcessGroup) -> tuple[Tensor, float, int]:
         model = make_model().float()
@@ -187,7 +187,7 @@ def test_an_infinity_on_one_rank_skips_the_step_on_all(fused: bool) -> None:
 
 
 def test_one_skipped_optimizer_of_two_does_not_stop_the_step() -> None:
-    """With two optimizers the one whose gradients are finite still steps, and mixing goes on."""
+    """Of two optimizers the one with finite gradients steps, and mixing continues."""
 
     def body(group: ProcessGroup) -> int:
         model = make_model().float()
@@ -211,7 +211,7 @@ def test_one_skipped_optimizer_of_two_does_not_stop_the_step() -> None:
 
 
 def test_torchs_own_scaler_is_refused() -> None:
-    """It would skip a step on one rank alone, and hang the others."""
+    """It would skip a step on one rank only, and deadlock the others."""
 
     def body(group: ProcessGroup) -> None:
         model = make_model().float()
@@ -233,7 +233,7 @@ def test_torchs_own_scaler_is_refused() -> None:
 
 @torch.no_grad()
 def perturb_(model: nn.Module) -> list[Tensor]:
-    """SAM's first half: move up the gradient; return what brings the parameters back."""
+    """Take SAM's ascent step; return the function that undoes it."""
     before = [p.clone() for p in model.parameters()]
     for p in model.parameters():
         assert p.grad is not None
@@ -243,7 +243,7 @@ def perturb_(model: nn.Module) -> list[Tensor]:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_sharpness_aware_minimization_inside_drained(order: str) -> None:
-    """Gradients at perturbed parameters, the update at the others, restored bit for bit."""
+    """Gradients at perturbed parameters, the update at the original ones, restored bit for bit."""
 
     def loop(rank: int, model: nn.Module, optimizer: Optimizer, gossip: Gossip) -> None:
         for step in range(5):
@@ -323,7 +323,7 @@ def _replace(model: nn.Module) -> None:
 def test_changes_behind_its_back_are_found(
     order: str, change: Callable[[nn.Module], None], words: str
 ) -> None:
-    """An edit while parameters are on the wire, or storage that is not the bucket's, raises."""
+    """An edit while parameters are in flight, or storage outside of the bucket, raises."""
 
     def body(group: ProcessGroup) -> None:
         model = make_model()
@@ -344,7 +344,7 @@ def test_changes_behind_its_back_are_found(
 
 
 def test_a_step_inside_a_block_that_restores_is_refused() -> None:
-    """averaged() and drained() would undo it; a closed gossip does nothing but say so."""
+    """averaged() and drained() would undo the step; a closed gossip raises on every call."""
 
     def body(group: ProcessGroup) -> None:
         model = make_model()
@@ -362,7 +362,7 @@ def test_a_step_inside_a_block_that_restores_is_refused() -> None:
 
 
 def test_blocks_that_would_undo_each_other_are_refused() -> None:
-    """Lasting changes, loading and ending need a place where nothing restores parameters."""
+    """Permanent changes, loading and ending raise inside blocks that restore parameters."""
 
     def body(group: ProcessGroup) -> None:
         model = make_model()
@@ -390,7 +390,7 @@ def test_blocks_that_would_undo_each_other_are_refused() -> None:
 
 
 def test_an_exception_among_lasting_changes_does_not_shift_the_exchange() -> None:
-    """A rank whose changes fail, and which goes on, stays in step with the others."""
+    """A rank that catches an exception in the block stays in step with the others."""
 
     def loop(rank: int, model: nn.Module, optimizer: Optimizer, gossip: Gossip) -> None:
         for step in range(5):
@@ -408,7 +408,7 @@ def test_an_exception_among_lasting_changes_does_not_shift_the_exchange() -> Non
 
 
 def test_a_failed_finalize_leaves_the_parameters() -> None:
-    """Where a rank does not come, the others' models are what they were, and gossip is broken."""
+    """If a rank does not take part, the others' models are unchanged, and gossip is broken."""
 
     def body(group: ProcessGroup) -> None:
         model = make_model()
@@ -431,7 +431,7 @@ def test_a_failed_finalize_leaves_the_parameters() -> None:
 
 
 def test_a_block_closes_and_a_saved_model_is_free() -> None:
-    """`with decentralize(...)` closes at its end; a model that was saved inside can gossip."""
+    """`with decentralize(...)` closes at its end; a model saved inside can gossip again."""
 
     def body(group: ProcessGroup) -> None:
         model = make_model()
@@ -461,7 +461,7 @@ def test_closing_twice_is_closing_once() -> None:
 
 
 def test_a_step_that_failed_can_be_taken_again() -> None:
-    """Also of an optimizer that calls its base class, whose hooks torch calls a second time."""
+    """Also by an optimizer that calls its base class, for which torch calls hooks twice."""
 
     class Fails(SGD):
         times = 1
@@ -496,7 +496,7 @@ def test_a_step_that_failed_can_be_taken_again() -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_ranks_with_fewer_batches_go_on_mixing(order: str) -> None:
-    """Inside join() a rank that is done mixes without updates until the last one is done."""
+    """Inside join() a rank without batches mixes without updates until all have finished."""
     batches = [3, 6, 4]
 
     def loop(rank: int, model: nn.Module, optimizer: Optimizer, gossip: Gossip) -> None:
@@ -519,7 +519,7 @@ def test_ranks_with_fewer_batches_go_on_mixing(order: str) -> None:
 
 
 def test_collective_calls_inside_join_are_refused() -> None:
-    """A rank that has left its loop cannot answer them."""
+    """A rank that has left its loop would not take part in them."""
 
     def body(group: ProcessGroup) -> None:
         model = make_model()
@@ -554,7 +554,7 @@ def train_nodes_of_two(num_steps: int, through_mesh: bool) -> Tensor:
 
 @pytest.mark.parametrize("through_mesh", [False, True])
 def test_ddp_inside_a_node_and_gossip_between_nodes(pool: ProcessPool, through_mesh: bool) -> None:
-    """Two nodes of two: each node is one worker that has seen both of its ranks' batches."""
+    """Two nodes of two: each node is one worker with the batches of both ranks."""
 
     def update(worker: int, model: nn.Module, optimizer: Any, step: int) -> None:
         model.zero_grad()
@@ -569,7 +569,7 @@ def test_ddp_inside_a_node_and_gossip_between_nodes(pool: ProcessPool, through_m
 
 
 def refuse_wrappers() -> list[str]:
-    """Return what is said about models that cannot gossip here."""
+    """Return the errors of models that cannot gossip on these ranks."""
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
     from torch.distributed.tensor import distribute_tensor
 
@@ -596,7 +596,7 @@ def refuse_wrappers() -> list[str]:
 
 
 def test_wrappers_that_cannot_work_are_refused(pool: ProcessPool) -> None:
-    """DDP over the gossip's own ranks, FSDP, DTensors and square meshes, with reasons."""
+    """DDP over the gossip's own ranks, FSDP, DTensors and 2-d meshes raise with a reason."""
     for messages in pool.run(refuse_wrappers):
         same_ranks, fsdp, dtensor, flat, square = messages
         assert "must not connect the same ranks" in same_ranks

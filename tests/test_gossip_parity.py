@@ -1,4 +1,4 @@
-"""Ranks over Gloo against the plain reference: every topology, order and optimizer."""
+"""Ranks over Gloo equal the reference, for every topology, order and optimizer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def train_rank(
     delay_ms: float = 0,
     bucket_mb: float = 2e-4,
 ) -> Tensor:
-    """Train one rank the way a user would; buckets so small that a few of them are in flight."""
+    """Train one rank as a user would, with buckets so small that several are in flight."""
     model = make_model()
     if group.rank() > 0:  # rank 0's parameters are everyone's start
         for parameter in model.parameters():
@@ -54,10 +54,10 @@ def train_rank(
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("text", ALL_TOPOLOGIES)
 def test_ranks_equal_the_reference(text: str, order: str) -> None:
-    """Eight ranks, random delays everywhere: parameters equal W x to rounding, per worker.
+    """Eight ranks with random delays: each worker's parameters equal W x to rounding.
 
-    Optimizers take turns over topologies; the simulation is compared with all of them, and with
-    ranks, in test_simulation_parity.
+    Optimizers alternate over topologies; test_simulation_parity compares all of them with the
+    simulation and with ranks.
     """
     names = list(ALL_OPTIMIZERS)
     name = names[(list(ALL_TOPOLOGIES).index(text) + ORDERS.index(order)) % len(names)]
@@ -74,7 +74,7 @@ def test_ranks_equal_the_reference(text: str, order: str) -> None:
     "text", ["ring", "one_peer_ring", "base_graph(k=1)", "star", "exponential"]
 )
 def test_any_number_of_ranks(text: str, num_ranks: int, order: str) -> None:
-    """One rank, two, and odd numbers, where some workers rest in some rounds."""
+    """One rank, two, and odd numbers, where some workers are idle in some rounds."""
     results = run_ranks(num_ranks, lambda group: train_rank(group, text, order, "adamw"))
     expected = reference.train(parse(text, num_ranks), order, ALL_OPTIMIZERS["adamw"], NUM_STEPS)
     for result, parameters in zip(results, expected, strict=True):
@@ -85,7 +85,7 @@ def test_any_number_of_ranks(text: str, num_ranks: int, order: str) -> None:
 def test_overlapped_equals_not_overlapped_exactly(
     text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sending during the next forward and backward pass changes no bit of any parameter."""
+    """Overlapping the exchange with the next step changes no bit of any parameter."""
     overlapped = run_ranks(8, lambda group: train_rank(group, text, "awc", "adamw", delay_ms=2))
 
     monkeypatch.setattr(Step, "_after_update", _remember_round)
@@ -99,7 +99,7 @@ def _remember_round(step: Any, *_: Any) -> None:
 
 
 def _exchange_now(step: Any, *_: Any) -> None:
-    """The same round, with nothing in flight between steps."""
+    """Run the same round, with nothing in flight between steps."""
     if step.num_steps > 0:
         (round,) = step._context.source.rounds(step.num_steps)
         step._mixer.start(round, step.num_steps)
@@ -108,7 +108,7 @@ def _exchange_now(step: Any, *_: Any) -> None:
 
 @pytest.mark.parametrize("bucket_mb", [1e-6, 1e-4, 25])
 def test_the_size_of_buckets_changes_nothing(bucket_mb: float) -> None:
-    """One bucket per parameter, a few, or one for all: the same bits."""
+    """One bucket per parameter, several, or one for all: the same bits."""
     small = run_ranks(
         5, lambda group: train_rank(group, "ring", "awc", "adamw", bucket_mb=bucket_mb)
     )

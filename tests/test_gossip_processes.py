@@ -50,7 +50,7 @@ def train_with_gossip(topology: str, algorithm: str, name: str, num_steps: int) 
 
 
 def test_atc_with_sgd_on_the_complete_graph_is_ddp(pool: ProcessPool) -> None:
-    """Averaging parameters after a linear update is averaging gradients before it."""
+    """Averaging parameters after a linear update equals averaging gradients before it."""
     ddp = pool.run(train_with_ddp, 20)
     gossip = pool.run(train_with_gossip, "complete", "atc", "sgd_nesterov", 20)
     for expected, result in zip(ddp, gossip, strict=True):
@@ -60,7 +60,7 @@ def test_atc_with_sgd_on_the_complete_graph_is_ddp(pool: ProcessPool) -> None:
 @pytest.mark.parametrize("order", reference.ORDERS)
 @pytest.mark.parametrize("topology", ["one_peer_exponential", "ring", "aer(workers_per_node=2)"])
 def test_processes_equal_the_reference(pool: ProcessPool, topology: str, order: str) -> None:
-    """The default group, its real store, and the user's collectives in between."""
+    """On the default group and its store, with the user's collectives in between."""
     results = pool.run(train_with_gossip, topology, order, "adamw", 11)
     expected = reference.train(parse(topology, 4), order, ALL_OPTIMIZERS["adamw"], 11)
     for result, parameters in zip(results, expected, strict=True):
@@ -71,7 +71,7 @@ def test_processes_equal_the_reference(pool: ProcessPool, topology: str, order: 
 def test_algorithms_on_processes_equal_the_reference(
     pool: ProcessPool, algorithm: str, cases: tuple[list[str], list[str]]
 ) -> None:
-    """What is exchanged besides parameters goes through the default group's connections, too."""
+    """States besides parameters are exchanged on the default group's connections, too."""
     (*_, topology), (optimizer, *_) = cases
     results = pool.run(train_with_gossip, topology, algorithm, optimizer, 11)
     expected = reference.train(parse(topology, 4), algorithm, ALL_OPTIMIZERS[optimizer], 11)
@@ -80,7 +80,7 @@ def test_algorithms_on_processes_equal_the_reference(
 
 
 def test_parity_under_torchrun() -> None:
-    """Ranks that torchrun starts equal the reference: every order, a static and a varying graph.
+    """Ranks under torchrun equal the reference: every order, a static and a varying graph.
 
     All five, two of them as a group, and one alone.
     """
@@ -99,9 +99,9 @@ def test_parity_under_torchrun() -> None:
 
 
 def test_processes_that_end_without_close(tmp_path: Path) -> None:
-    """One that forgets close() leaves with 0, and its slower peer too; one that raises with 1.
+    """Without close() a rank and its slower peer exit with 0; one that raises exits with 1.
 
-    Its peers then fail with an error of ours, in time; nobody is aborted and nobody hangs.
+    The peers of one that raises fail with an ExchangeError in time; no process aborts or hangs.
     """
     command = [sys.executable, "-m", "tests.exit_without_close", str(tmp_path)]
     subprocess.run(command, check=True, timeout=140)

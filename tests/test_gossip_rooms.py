@@ -1,4 +1,4 @@
-"""The rooms of gossip/: each in the table of its docstring, with imports that only go down."""
+"""The modules of gossip/ are all in the table of its docstring, and import downwards only."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def imports_of(room: str) -> set[str]:
 
 
 def test_the_table_has_every_module() -> None:
-    """No module is missing from the order of reading, and none is there twice or only there."""
+    """Every module is in the table once, and every row is a module."""
     there = {path.stem for path in FOLDER.glob("*.py")} - {"__init__"}
     assert sorted(rooms()) == sorted(there)
 
 
 def test_imports_only_go_down() -> None:
-    """A module knows nothing of those above it, so that it can be read and changed without them."""
+    """A module imports none above it, so it can be read and changed without them."""
     order = rooms()
     upward = {
         (room, other)

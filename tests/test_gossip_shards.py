@@ -1,4 +1,4 @@
-"""FSDP2 inside nodes, gossip between them: a node is one worker, whose replica its ranks share."""
+"""FSDP2 inside nodes, gossip between them: a node is one worker with one sharded replica."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ IN_TURN = Run("awc", "sgd", num_steps=8, options=(("fragments", 3),))
 
 
 def name_of(run: Run) -> str:
-    """Return what a test is called."""
+    """Return the id of a test."""
     return f"{run.algorithm} {run.optimizer}"
 
 
 def check(pool: ProcessPool, run: Run, ranks_per_node: int) -> None:
-    """Compare all that ranks say of a run with the simulation."""
+    """Compare the results of all ranks with the simulation."""
     results = pool.run(sharded_ranks.train, run)
     sim = sharded_ranks.simulate(run, ranks_per_node)
     average = vector_of(sim.average())
@@ -75,24 +75,24 @@ def check(pool: ProcessPool, run: Run, ranks_per_node: int) -> None:
 
 @pytest.mark.parametrize("run", PARITY, ids=name_of)
 def test_two_nodes_of_two_equal_the_simulation(pool: ProcessPool, run: Run) -> None:
-    """Uneven shards: parameters, averages, distance and norms are those of two workers."""
+    """Uneven shards: parameters, averages, distance and norms equal those of two workers."""
     check(pool, run, 2)
 
 
 @pytest.mark.parametrize("run", PARITY, ids=name_of)
 def test_two_nodes_of_three_equal_the_simulation(six: ProcessPool, run: Run) -> None:
-    """The same where the third rank has an empty shard of one layer."""
+    """The same if the third rank has an empty shard of one layer."""
     check(six, run, 3)
 
 
 @pytest.mark.parametrize("run", ALGORITHMS, ids=name_of)
 def test_every_algorithm_mixes_shards(pool: ProcessPool, run: Run) -> None:
-    """What an algorithm keeps is of local shards, and a control sees sketches of the whole."""
+    """States of algorithms are sharded, and a control observes sketches of full replicas."""
     check(pool, run, 2)
 
 
 def test_fragments_of_shards(pool: ProcessPool) -> None:
-    """Each exchange is of some shards, and copies of these alone are made."""
+    """Each exchange is of some shards, and only these are copied."""
     results = pool.run(sharded_ranks.train, IN_TURN)
     whole = pool.run(sharded_ranks.train, Run("awc", "sgd", num_steps=8))
     assert all(a["bytes"] < 0.7 * b["bytes"] for a, b in zip(results, whole, strict=True))
@@ -102,7 +102,7 @@ def test_fragments_of_shards(pool: ProcessPool) -> None:
 
 @pytest.mark.parametrize("wire", ["bf16", "modulo(bits=8)"])
 def test_shards_in_few_bits(pool: ProcessPool, wire: str) -> None:
-    """Buckets are copies of shards, and few bits of them travel: near what travels in full."""
+    """Copies of shards are sent in few bits: the result is close to full precision."""
     run = Run("awc", "sgd")
     coded = pool.run(sharded_ranks.train, replace(run, options=(("wire", wire),)))
     full = pool.run(sharded_ranks.train, run)
@@ -114,7 +114,7 @@ def test_shards_in_few_bits(pool: ProcessPool, wire: str) -> None:
 
 
 def test_evaluation_between_steps_changes_nothing(pool: ProcessPool) -> None:
-    """FSDP keeps the root whole after a forward pass alone: no average is taken for a replica."""
+    """FSDP keeps the root unsharded after a forward pass: its average is never mixed."""
     run = Run("awc", "adamw")
     sim = sharded_ranks.simulate(run, 2)
     inputs, _ = batch(0, 0)
@@ -126,7 +126,7 @@ def test_evaluation_between_steps_changes_nothing(pool: ProcessPool) -> None:
 
 
 def test_a_shard_that_is_not_finite_leaves_out_all_of_its_replica(pool: ProcessPool) -> None:
-    """A NaN on one rank of node 1: its other rank, too, neither gives nor takes from then on."""
+    """A NaN on one rank of node 1: both of its ranks are left out from then on."""
     run = Run("awc", "sgd", num_steps=5, options=(("nonfinite_rounds", 0),))
     results = pool.run(sharded_ranks.train_with_nan, run)
     for finite, left_out in results[:2]:
@@ -138,13 +138,13 @@ def test_a_shard_that_is_not_finite_leaves_out_all_of_its_replica(pool: ProcessP
 
 
 def test_all_nodes_skip_a_step_where_one_shard_overflows(pool: ProcessPool) -> None:
-    """GradScaler: found on one rank, agreed on within its node by FSDP and between nodes by us."""
+    """GradScaler: FSDP agrees on the infinity within the node, gossip between nodes."""
     for seen in pool.run(sharded_ranks.train_scaled, Run("awc", "sgd")):
         assert seen == [(4.0, 1), (2.0, 1), (2.0, 2)]
 
 
 def test_shards_in_single_precision_with_computation_in_bfloat16(pool: ProcessPool) -> None:
-    """A MixedPrecisionPolicy changes what is computed with, not what is mixed."""
+    """A MixedPrecisionPolicy changes the precision of computation, not of mixing."""
     for dtype, distance, are_equal in pool.run(sharded_ranks.train_in_bfloat16):
         assert dtype == torch.float32
         assert distance > 0
@@ -155,7 +155,7 @@ def test_shards_in_single_precision_with_computation_in_bfloat16(pool: ProcessPo
 def test_a_run_continues_from_a_distributed_checkpoint(
     pool: ProcessPool, run: Run, tmp_path: Path
 ) -> None:
-    """Every node's shards, moments and trackers through torch's own: the same bits at the end."""
+    """Shards, moments and trackers through torch.distributed.checkpoint: the same bits."""
     uncut = pool.run(sharded_ranks.save, run, str(tmp_path / "run"))
     resumed = pool.run(sharded_ranks.resume, run, str(tmp_path / "run"))
     assert all(torch.equal(a, b) for a, b in zip(uncut, resumed, strict=True))
@@ -165,17 +165,17 @@ def test_a_run_continues_from_a_distributed_checkpoint(
 def test_the_average_goes_through_a_distributed_checkpoint(
     pool: ProcessPool, tmp_path: Path
 ) -> None:
-    """``averaged_state_dict()`` is sharded as the model is, and another model loads it."""
+    """``averaged_state_dict()`` is sharded as the model is, and another model can load it."""
     assert all(pool.run(sharded_ranks.save_average, Run(), str(tmp_path / "average")))
 
 
 def test_shards_that_cannot_gossip_are_refused(pool: ProcessPool) -> None:
-    """On every rank, with what to do; a rank that differs from its node stops all nodes at once."""
+    """On every rank, with a remedy; a rank that differs from its node stops all nodes at once."""
     for messages in pool.run(sharded_ranks.refusals):
         by_tensor, hybrid, in_part, otherwise, everywhere, one_differs, checkpoints = messages
         assert "0.weight, a DTensor that fully_shard() does not own, as tensor par" in by_tensor
         assert "on one of 2, as HSDP and tensor parallelism do" in hybrid
-        assert "got 0.weight, which is whole, and whose gradient FSDP does not average" in in_part
+        assert "got 0.weight, which is not, and whose gradient FSDP does not average" in in_part
         assert "the shard of 3.weight is [" in otherwise
         assert "of dim 0 on rank 0 and [3, 2] of dim 1 on rank 1" in otherwise
         assert "sharded over ranks [0, 1] of" in everywhere or "ranks [2, 3] of" in everywhere
@@ -184,9 +184,9 @@ def test_shards_that_cannot_gossip_are_refused(pool: ProcessPool) -> None:
 
 
 def test_a_killed_rank_ends_all_nodes(tmp_path: Path) -> None:
-    """All others raise within twice the timeout; where a rank stalls, but for those of its node.
+    """All others raise within twice the timeout; after a stall all but those of its node.
 
-    These wait in FSDP, as long as its own process group does.
+    These wait in FSDP until its own process group times out.
     """
     subprocess.run([sys.executable, "-m", "tests.killed_shard", str(tmp_path)], check=True)
     text = {path.name: path.read_text() for path in tmp_path.glob("*.*")}

@@ -1,4 +1,4 @@
-"""Loops that would go wrong without a word: refused, or said, with what to do."""
+"""Mistakes in loops that would have no visible error raise or warn, with a remedy."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def take_step(model: nn.Module, optimizer: Any, rank: int, step: int) -> None:
 
 
 def train_through_wrappers() -> tuple[str, str, float]:
-    """Return what is said of a wrapper made before, one made after, and how far ranks are apart."""
+    """Return the errors for a wrapper made before and one made after, and the ranks' distance."""
     rank = dist.get_rank()
     before = DistributedDataParallel(make_model())
     model, optimizer = before.module, sgd(before.module)
@@ -62,7 +62,7 @@ def train_through_wrappers() -> tuple[str, str, float]:
 
 
 def test_training_through_a_ddp_wrapper_is_refused(pool: ProcessPool) -> None:
-    """At the first forward pass, or the second where the wrapper came later; an unused one not."""
+    """Raises in the first forward pass, or the second for a late wrapper; unused ones pass."""
     for before, after, distance in pool.run(train_through_wrappers):
         assert "got a forward pass through a DDP wrapper" in before
         assert "call the model itself (ddp.module) in the loop" in after
@@ -73,7 +73,7 @@ def test_training_through_a_ddp_wrapper_is_refused(pool: ProcessPool) -> None:
 
 
 def test_a_step_inside_a_backward_pass_is_refused_under_awc() -> None:
-    """One optimizer per parameter, stepped by gradient hooks: atc takes it and equals the loop."""
+    """One optimizer per parameter, stepped by gradient hooks: atc allows it, equal to the loop."""
 
     def body(group: ProcessGroup, order: str, inside: bool) -> Tensor:
         model = make_model()
@@ -101,7 +101,7 @@ def test_a_step_inside_a_backward_pass_is_refused_under_awc() -> None:
 
 
 def test_a_second_optimizer_that_was_not_passed_is_named() -> None:
-    """The error is about that optimizer, and not about parameters that changed by themselves."""
+    """The error names that optimizer, instead of parameters that changed by themselves."""
 
     def body(group: ProcessGroup) -> str:
         model = make_model()
@@ -145,7 +145,7 @@ def test_one_step_more_or_less_blames_the_rank_that_took_it(order: str, extra: i
 
 
 def test_steps_are_compared_in_every_collective_call() -> None:
-    """Where a round lets a rank get ahead, as local SGD does, the next collective call says so."""
+    """If a rank gets ahead, as in local SGD, the next collective call raises."""
 
     def body(group: ProcessGroup) -> str:
         model = make_model()
@@ -167,7 +167,7 @@ def test_steps_are_compared_in_every_collective_call() -> None:
 
 
 def test_the_averaged_state_is_plain_and_exact(tmp_path: Path) -> None:
-    """Means of all workers in storage of their own, buffers as averaged() has them; any format."""
+    """Means of all workers in storage of their own, buffers as in averaged(), in any format."""
 
     def body(group: ProcessGroup) -> tuple[dict[str, Tensor], dict[str, Tensor], Tensor]:
         tied, last = nn.Linear(3, 3), nn.Linear(3, 3)
@@ -200,9 +200,7 @@ def test_the_averaged_state_is_plain_and_exact(tmp_path: Path) -> None:
 
 
 def save_with_dcp(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor], bool]:
-    """Save the average and each rank's optimizer; return what was saved, what is read, and if own
-    optimizer states came back.
-    """
+    """Save the average and optimizers; return what was saved and loaded, and if states match."""
     from torch.distributed.checkpoint.state_dict_loader import load
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -230,7 +228,7 @@ def save_with_dcp(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor], bo
 def test_torchs_distributed_checkpoint_takes_the_averaged_state(
     pool: ProcessPool, tmp_path: Path
 ) -> None:
-    """What ranks wrote in parts reads as the one average, with each rank's optimizer state."""
+    """Parts written by ranks load as the one average, with each rank's optimizer state."""
     results = pool.run(save_with_dcp, str(tmp_path))
     for average, read, came_back in results:
         torch.testing.assert_close(average, results[0][0], rtol=0, atol=0)
@@ -239,7 +237,7 @@ def test_torchs_distributed_checkpoint_takes_the_averaged_state(
 
 
 def test_a_replicas_state_is_called_that_once(caplog: pytest.LogCaptureFixture) -> None:
-    """model.state_dict() outside averaged() logs once; copies are silent, and one worker."""
+    """model.state_dict() outside averaged() warns once; copies do not, nor a single worker."""
 
     def body(group: ProcessGroup) -> None:
         model = make_model()
@@ -278,7 +276,7 @@ def _saved(model: nn.Module) -> io.BytesIO:
 def test_a_call_made_alone_is_warned_about_again_and_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """averaged() under `if rank == 0:`: the remedy, at growing intervals, on both sides."""
+    """averaged() under `if rank == 0:`: warnings with the remedy, at growing intervals."""
     monkeypatch.setattr(failures, "_WARN_S", 0.3)
     monkeypatch.setattr(failures, "_BLOCKED_S", 0.1)
 
@@ -312,7 +310,7 @@ def test_a_call_made_alone_is_warned_about_again_and_again(
 
 @pytest.mark.parametrize("name", ["gather()", "sketches()"])
 def test_calls_that_gather_are_named_when_made_alone(name: str) -> None:
-    """The error says which call it was, as it does for averaged()."""
+    """The error names the call, as it does for averaged()."""
     call: Callable[[Gossip], object] = {
         "gather()": lambda gossip: gossip.gather(1),
         "sketches()": lambda gossip: gossip.sketches(),
@@ -339,7 +337,7 @@ def test_calls_that_gather_are_named_when_made_alone(name: str) -> None:
 
 
 class Unspeakable(Exception):
-    """An exception whose own words fail."""
+    """An exception whose repr raises."""
 
     def __repr__(self) -> str:
         raise ValueError("no words")
@@ -352,7 +350,7 @@ class Unspeakable(Exception):
     [(Unspeakable(), "raised Unspeakable, which cannot"), (ValueError("x" * 3_000_000), "xxx…")],
 )
 def test_an_exception_is_told_whatever_it_says(error: Exception, words: str) -> None:
-    """One whose repr raises, one of 3 MB: the others learn that it was raised, in a few words."""
+    """One whose repr raises, one of 3 MB: both are reported to the others in a few words."""
 
     def body(group: ProcessGroup) -> str:
         model = make_model()
@@ -378,7 +376,7 @@ def test_an_exception_is_told_whatever_it_says(error: Exception, words: str) -> 
 
 
 def test_closed_gossips_leave_nothing_in_the_store() -> None:
-    """Five gossips one after the other: as many keys as after the first."""
+    """After five gossips one after the other, the store has no more keys than after one."""
     store = HashStore()
     counted: list[int] = []
 

@@ -29,13 +29,13 @@ RUNS = [
 
 
 def name_of(run: Run) -> str:
-    """Return what a test is called."""
+    """Return the id of a test."""
     return f"{run.algorithm} {run.optimizer}"
 
 
 @pytest.mark.parametrize("run", RUNS, ids=name_of)
 def test_slices_change_nothing(pool: ProcessPool, run: Run) -> None:
-    """The same run as where every rank sends all, and local ranks are equal after every step."""
+    """The run equals one in which every rank sends all; local ranks are equal at every step."""
     sliced = pool.run(sliced_ranks.train, run, True)
     whole = pool.run(sliced_ranks.train, run, False)
     sim = sharded_ranks.simulate(run, 2)
@@ -55,7 +55,7 @@ def test_slices_change_nothing(pool: ProcessPool, run: Run) -> None:
 
 @pytest.mark.parametrize("options", [{"wire": "modulo(bits=8)"}, {"wire": "bf16", "fragments": 2}])
 def test_slices_in_few_bits(pool: ProcessPool, options: dict[str, Any]) -> None:
-    """Local ranks hold the same bits after every step, near those of slices in full."""
+    """Local ranks hold the same bits after every step, close to those of full precision."""
     run = Run("awc", "sgd", num_steps=8)
     coded = pool.run(sliced_ranks.train, replace(run, options=tuple(options.items())), True)
     full = pool.run(sliced_ranks.train, run, True)
@@ -84,13 +84,13 @@ def test_a_node_sends_one_copy(pool: ProcessPool) -> None:
 
 
 def test_a_slice_that_is_not_finite_leaves_out_the_node(pool: ProcessPool) -> None:
-    """A NaN in one slice: the rank that has the other one leaves the round, too."""
+    """A NaN in one slice: the rank with the other slice is left out, too."""
     results = pool.run(sliced_ranks.train_with_nan)
     assert results == [(True, {1: 2})] * 2 + [(False, {1: 2})] * 2
 
 
 def test_running_statistics_are_averaged_over_all_ranks(pool: ProcessPool) -> None:
-    """Each rank's own in training; in the average, the mean over the ranks of all nodes."""
+    """In training they are each rank's own; the average is over the ranks of all nodes."""
     results = pool.run(sliced_ranks.average_statistics)
     assert not any(torch.equal(a[0], b[0]) for a, b in pairwise(results))
     mean = torch.stack([own for own, _ in results]).mean(0)
@@ -99,20 +99,20 @@ def test_running_statistics_are_averaged_over_all_ranks(pool: ProcessPool) -> No
 
 
 def test_a_run_continues_from_checkpoints_of_each_place(pool: ProcessPool, tmp_path: Path) -> None:
-    """``Checkpoints`` in a folder for each place: the same bits at the end."""
+    """``Checkpoints`` with a folder for each place: the same bits at the end."""
     run = Run("gradient_tracking", "adamw")
     assert all(pool.run(sliced_ranks.save_and_resume, run, str(tmp_path)))
 
 
 def test_an_interrupted_rank_stops_all_places(pool: ProcessPool, tmp_path: Path) -> None:
-    """Ranks of another place hear of it from their node, and nobody takes a step alone."""
+    """Ranks of other places are informed by their node, and all stop at the same step."""
     steps = pool.run(sliced_ranks.interrupt_one, str(tmp_path))
     assert len({*steps}) == 1
     assert steps[0] < 10
 
 
 def test_ranks_that_cannot_share_a_replica_are_refused(pool: ProcessPool) -> None:
-    """Other bits, no DDP over them, a group of ranks that gossip, a square mesh, and shards."""
+    """Other bits, no DDP over them, a group of ranks that gossip, a 2-d mesh, and shards."""
     results = pool.run(sliced_ranks.refusals)
     for messages in results:
         different, bare, elsewhere, same, square, sharded = messages

@@ -1,4 +1,4 @@
-"""What a gossip tells about itself: totals, spans in a profile, scalars in TensorBoard."""
+"""Statistics of a gossip: totals, spans in a profile, scalars in TensorBoard."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.reference import loss_of, make_model
 
 
 def train(group: ProcessGroup, order: str, late_s: float, compute_s: float) -> Stats:
-    """Three steps in which rank 1 comes late to its exchange, and all compute after starting it."""
+    """Take three steps in which rank 1 starts its exchange late, and all compute after that."""
     model = make_model()
     optimizer = SGD(model.parameters(), lr=0.1)
     gossip = decentralize(model, optimizer, "ring", process_group=group, order=order)
@@ -41,7 +41,7 @@ def train(group: ProcessGroup, order: str, late_s: float, compute_s: float) -> S
 
 
 def test_waiting_is_exposed_only_where_nothing_hides_it() -> None:
-    """Behind computation an exchange costs nothing; atc waits for the late rank at every step."""
+    """Overlapped with computation an exchange takes no time; atc waits for the late rank."""
     hidden, _ = run_ranks(2, lambda group: train(group, "awc", 0, 0.05))
     assert hidden.overlap > 0.8
     assert hidden.exposed_per_step_s < 0.02
@@ -55,7 +55,7 @@ def test_waiting_is_exposed_only_where_nothing_hides_it() -> None:
 
 
 def test_waiting_for_an_average_is_meeting() -> None:
-    """All ranks wait for the last one."""
+    """The time that ranks wait for the last one counts as meeting_s."""
 
     def body(group: ProcessGroup) -> float:
         detector = FailureDetector(NoticeBoard(group, timedelta(seconds=10)))
@@ -104,7 +104,7 @@ def test_a_profile_shows_the_phases_of_a_step() -> None:
 # TensorBoard's own protobuf code warns on import.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_tensorboard_shows_every_number(tmp_path: Path) -> None:
-    """One scalar per field, at the step it was taken, read back from the real file."""
+    """One scalar per field, at its step, read back from the event file."""
     stats = Stats(
         num_steps=8,
         bytes_sent=640,

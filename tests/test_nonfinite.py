@@ -1,4 +1,4 @@
-"""Parameters that are not finite stay where they are, and do not stay unsaid."""
+"""Parameters that are not finite do not spread to other workers, and are reported."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SPOILED, SINCE = 2, 3
 
 
 def spoiled_batch(worker: int, step: int) -> tuple[Tensor, Tensor]:
-    """From some step on, one worker's targets, and therefore gradients, are NaN."""
+    """Return a batch; from some step on, the targets of one worker are NaN."""
     inputs, targets = batch(worker, step)
     return inputs, targets * (math.nan if (worker, step) == (SPOILED, SINCE) else 1)
 
@@ -63,7 +63,7 @@ def train(
 
 
 class Trained(NamedTuple):
-    """What a rank comes to."""
+    """The results of a rank."""
 
     parameters: Tensor
     stats: Stats
@@ -105,9 +105,9 @@ def simulate(topology: str, order: str, num_steps: int = NUM_STEPS) -> Simulatio
     ("topology", "order"), [(text, ORDERS[i % 2]) for i, text in enumerate(ALL_TOPOLOGIES)]
 )
 def test_a_worker_with_nan_gradients_is_left_out(topology: str, order: str) -> None:
-    """Seven of eight workers stay finite, and equal in ranks, simulation and plain loop.
+    """Seven of eight workers stay finite, and equal in ranks, simulation and reference.
 
-    The eighth has been told by nobody that its parameters are finite: it keeps its NaN.
+    The eighth keeps its NaN: neighbours do not repair it.
     """
     ranks = run_ranks(NUM_WORKERS, lambda group: train_rank(group, topology, order))
     sim = simulate(topology, order)
@@ -129,7 +129,7 @@ def test_a_worker_with_nan_gradients_is_left_out(topology: str, order: str) -> N
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_statistics_that_are_mixed_are_left_out_with_their_worker(order: str) -> None:
-    """BatchNorm's statistics turn NaN in a forward pass, and parameters with them; both engines."""
+    """BatchNorm's statistics turn NaN in a forward pass, and parameters too; both engines."""
     task = ALL_TASKS["convnet"]
 
     def spoiled(worker: int, step: int) -> tuple[Tensor, Tensor]:
@@ -170,7 +170,7 @@ def test_statistics_that_are_mixed_are_left_out_with_their_worker(order: str) ->
 
 
 def test_parameters_that_a_user_sets_to_nan_are_left_out() -> None:
-    """Between two steps, where changes are allowed; the exchange that starts again has marks."""
+    """Between two steps, where changes are allowed: the restarted exchange sends marks."""
 
     def body(group: ProcessGroup) -> tuple[bool, dict[int, int]]:
         model = make_model()
@@ -196,7 +196,7 @@ def test_parameters_that_a_user_sets_to_nan_are_left_out() -> None:
 
 @pytest.mark.parametrize("topology", ["ring", "complete"])
 def test_who_is_left_out_keeps_what_it_has(topology: str) -> None:
-    """Also its numbers that are finite: neighbours do not mend a worker in silence."""
+    """Its finite numbers, too: neighbours do not silently repair a worker."""
 
     def body(group: ProcessGroup) -> bool:
         model = make_model()
@@ -222,7 +222,7 @@ def test_who_is_left_out_keeps_what_it_has(topology: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_every_number_counts_and_large_ones_are_finite(dtype: torch.dtype) -> None:
-    """NaN and infinities at any place are found; sums that overflow are not taken for them."""
+    """NaN and infinities are found at any index; overflowing sums are not mistaken for them."""
     largest = torch.finfo(dtype).max
     stacked = torch.zeros(6, 3, 1000, dtype=dtype)
     stacked[1, 2, 999] = math.nan
@@ -238,7 +238,7 @@ def test_every_number_counts_and_large_ones_are_finite(dtype: torch.dtype) -> No
 
 @pytest.mark.parametrize("text", ALL_TOPOLOGIES)
 def test_a_round_without_a_worker(text: str) -> None:
-    """It neither gives nor takes, rows add up to one, and the others' mean stays if symmetric."""
+    """It is idle, rows sum to one, and symmetric weights conserve the mean of the others."""
     schedule = parse(text, NUM_WORKERS)
     for step in range(4):
         round = schedule.round(step)
@@ -253,7 +253,7 @@ def test_a_round_without_a_worker(text: str) -> None:
 
 
 def test_the_mean_of_the_others_moves_where_weights_are_not_symmetric() -> None:
-    """On a directed graph whom a worker gives to is not whom it takes from."""
+    """On a directed graph a worker's receivers are not its senders."""
     directed = parse("one_peer_exponential", 8).round(1)
     assert not directed.symmetric
     assert not directed.without([3]).conserves_mean
@@ -264,7 +264,7 @@ def test_the_mean_of_the_others_moves_where_weights_are_not_symmetric() -> None:
 
 
 def test_a_group_keeps_its_own_values_however_it_averages() -> None:
-    """By an all-reduce, and by messages where there is no process group for it; others mix."""
+    """By an all-reduce, or by messages without a process group; other groups mix."""
     groups = np.kron(np.eye(2), np.full((4, 4), 0.25))
     reduced = Schedule(8, 1, lambda step: from_matrix(groups), "two groups")
     by_messages = Schedule(8, None, lambda step: from_matrix(groups), "two groups")
@@ -284,7 +284,7 @@ def test_a_group_keeps_its_own_values_however_it_averages() -> None:
 
 
 def test_a_worker_whose_neighbours_are_all_left_out_keeps_its_own() -> None:
-    """All of its weight, to the bit, though weights do not sum to one exactly."""
+    """Bit for bit, though weights do not sum to one exactly."""
     own = parse("exponential", 32).round(0).neighbours(0)
     inbox = mark_like(torch.ones(64), 1)
     exchange = Exchange(own.self_weight, inbox, all_or_none=False)
@@ -294,7 +294,7 @@ def test_a_worker_whose_neighbours_are_all_left_out_keeps_its_own() -> None:
 
 
 def test_statistics_that_are_not_finite_are_not_given_away() -> None:
-    """Running statistics are part of an average that is saved."""
+    """Running statistics are part of an average that is saved, so they are checked."""
 
     def body(group: ProcessGroup) -> None:
         model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
@@ -310,7 +310,7 @@ def test_statistics_that_are_not_finite_are_not_given_away() -> None:
 
 
 def test_marks_name_their_ranks_in_a_sum() -> None:
-    """A mean of buckets and marks tells whose marks they are; too many where it is short."""
+    """A mean of buckets and marks shows whose marks they are; too many if it is short."""
     bucket = torch.ones(8)
     mean = (5 * bucket + mark_like(bucket, 3) + mark_like(bucket, 6)) / 7
     assert marked(mean, range(7)) == [3, 6]
@@ -322,7 +322,7 @@ def test_marks_name_their_ranks_in_a_sum() -> None:
 
 
 def until_it_raises(group: ProcessGroup) -> str:
-    """Train with a limit of three rounds; return what ends it."""
+    """Train with a limit of three rounds; return the error that ends it."""
     model = make_model()
     optimizer = optimizer_of(model.parameters())
     gossip = decentralize(
@@ -346,7 +346,7 @@ def until_it_raises(group: ProcessGroup) -> str:
 
 
 def test_after_some_rounds_the_rank_raises_and_is_named_everywhere() -> None:
-    """It raises itself; the others' errors say whose parameters they were."""
+    """The rank itself raises; the others' errors name it."""
     own = f"parameters must be finite, got those of rank {SPOILED}, which were not in 3 rounds"
     for rank, said in enumerate(run_ranks(4, until_it_raises)):
         assert own in said
@@ -354,7 +354,7 @@ def test_after_some_rounds_the_rank_raises_and_is_named_everywhere() -> None:
 
 
 def test_a_simulation_raises_after_as_many_rounds(caplog: pytest.LogCaptureFixture) -> None:
-    """It names the worker, which was said when it was left out for the first time."""
+    """It names the worker, after a warning when the worker was first left out."""
     assert simulate("ring", "atc", SINCE + 9).left_out[SPOILED] == 9
     assert caplog.messages == [
         "the parameters of worker 2 are not finite at step 3: nobody mixes with them, and others "
@@ -365,7 +365,7 @@ def test_a_simulation_raises_after_as_many_rounds(caplog: pytest.LogCaptureFixtu
 
 
 def test_a_limit_must_be_a_number_of_rounds() -> None:
-    """Less than none is refused, in both engines by the same words."""
+    """A negative number raises the same error in both engines."""
     with pytest.raises(UserError, match="nonfinite_rounds must be at least 0, got -1"):
         Simulation(
             make_model(), nn.functional.mse_loss, optimizer_of, workers=2, nonfinite_rounds=-1
@@ -376,7 +376,7 @@ def test_a_limit_must_be_a_number_of_rounds() -> None:
 
 
 def diverge(group: ProcessGroup) -> str:
-    """Train with 10,000 times the learning rate on one rank; return what ends it."""
+    """Train with 10,000 times the learning rate on one rank; return the error that ends it."""
     model = make_model()
     optimizer = SGD(model.parameters(), lr=500 if group.rank() == SPOILED else 0.05)
     gossip = decentralize(
@@ -390,7 +390,7 @@ def diverge(group: ProcessGroup) -> str:
 
 
 def test_a_learning_rate_that_is_far_too_high_is_told(caplog: pytest.LogCaptureFixture) -> None:
-    """The rank is named at its first step, before any other, and the job ends in an error."""
+    """A warning names the rank at its first step, before all others; then an error follows."""
     ends = run_ranks(4, diverge)
     assert "the parameters of rank 2 have grown from a norm of " in caplog.messages[0]
     assert "in one step, at step 1:" in caplog.messages[0]
@@ -398,7 +398,7 @@ def test_a_learning_rate_that_is_far_too_high_is_told(caplog: pytest.LogCaptureF
 
 
 def test_a_simulation_tells_of_growth(caplog: pytest.LogCaptureFixture) -> None:
-    """It names the worker whose targets were far too large, in the round after them."""
+    """It warns about the worker with absurd targets, in the round after them."""
     sim = Simulation(
         make_model(), nn.functional.mse_loss, optimizer_of, 4, "ring", dtype=torch.float64
     )
@@ -412,7 +412,7 @@ def test_a_simulation_tells_of_growth(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_parameters_that_are_loaded_have_not_grown(caplog: pytest.LogCaptureFixture) -> None:
-    """Neither where a state is loaded, nor where a user changes them, nor in a simulation."""
+    """No warning after a state was loaded or a user changed parameters, nor in a simulation."""
 
     def body(group: ProcessGroup) -> None:
         model = make_model()
@@ -442,7 +442,7 @@ def test_parameters_that_are_loaded_have_not_grown(caplog: pytest.LogCaptureFixt
 
 
 def test_growth_is_told_once_of_each(caplog: pytest.LogCaptureFixture) -> None:
-    """From the norm at the beginning on; what training may grow, or grows from zero, is not."""
+    """From the initial norm on; normal growth, or growth from zero, does not warn."""
     watch = ParameterWatch("worker", range(3), np.array([1.0, 2.0, 0.0]), 10, logging.getLogger())
     for step in range(3):
         watch.look(np.array([9.0, 21.0 * 11**step, 5.0]), step)
@@ -453,7 +453,7 @@ def test_growth_is_told_once_of_each(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_sketches_tell_who_is_far_outside(caplog: pytest.LogCaptureFixture) -> None:
-    """In both engines, once, by whoever gathers sketches; workers that train alike are not told."""
+    """In both engines, once, wherever sketches are gathered; similar workers do not warn."""
 
     def body(group: ProcessGroup) -> None:
         model = make_model()
@@ -489,7 +489,7 @@ def test_sketches_tell_who_is_far_outside(caplog: pytest.LogCaptureFixture) -> N
 def test_an_average_that_is_not_finite_is_not_given_away(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """What would be saved is refused on every rank, with the rank; an evaluation is warned."""
+    """Saving it raises on every rank and names the rank; evaluating it warns."""
 
     def body(group: ProcessGroup) -> list[str]:
         model = make_model()
@@ -519,6 +519,6 @@ def test_an_average_that_is_not_finite_is_not_given_away(
 
 
 def test_empty_parameters_are_finite() -> None:
-    """A tensor without numbers has none that is not finite, in either engine."""
+    """A tensor without elements is finite, in both engines."""
     assert measured_norms([torch.empty(3, 0, 4), torch.ones(3, 1)]).tolist() == [1, 1, 1]
     assert marked(mark_like(torch.empty(0), 1), [1]) == []

@@ -1,4 +1,4 @@
-"""Optimizers against their published updates, written out step by step."""
+"""Optimizers equal their published updates, written out step by step."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_a_checkpoint_in_the_middle_of_a_window_continues_exactly(stop: int) -> 
 
 
 def test_a_parameter_that_misses_a_gradient_counts_its_own_steps() -> None:
-    """Its window and bias correction follow the gradients it got, as if it were the only one."""
+    """Its window and bias correction follow its own gradients, as if it were alone."""
     both, alone = parameters(2), parameters(2)
     optimizer, reference = AccumAdam(both, window=3), AccumAdam(alone[1:], window=3)
     for step in range(9):
@@ -137,7 +137,7 @@ def test_groups_have_settings_of_their_own() -> None:
 
 
 def test_stacked_workers_are_updated_as_single_ones() -> None:
-    """Elementwise: one [W, N] tensor moves as W tensors of [N] do."""
+    """Elementwise: one [W, N] tensor is updated as W tensors of [N] are."""
     generator = torch.Generator().manual_seed(3)
     stacked = nn.Parameter(torch.randn(5, 6, generator=generator, dtype=torch.float64))
     single = [nn.Parameter(row.clone()) for row in stacked.detach()]
@@ -167,7 +167,7 @@ def test_stacked_workers_are_updated_as_single_ones() -> None:
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], words: str) -> None:
-    """At construction, with what was required and given."""
+    """They raise at construction, with the required and the given value."""
     with pytest.raises(UserError, match=words):
         AccumAdam(parameters(), **settings)
 
@@ -178,10 +178,10 @@ def twins(params: list[nn.Parameter]) -> list[nn.Parameter]:
 
 @pytest.mark.parametrize("num_steps", [5, 8])
 def test_a_run_of_adamw_can_be_continued(num_steps: int) -> None:
-    """Adam's state loads; it continues as Adam, or with the window that the optimizer was given.
+    """Adam's state loads; it continues as Adam, or with the optimizer's own window.
 
-    Betas per step make them one clock: a window opens at the next step, however many went before,
-    and its bias correction is Adam's at the end of a window.
+    Betas per step keep both on one clock: a window opens at the next step, however many came
+    before, and its bias correction is Adam's at the end of a window.
     """
     params = parameters()
     adamw = torch.optim.AdamW(params, lr=0.01)
@@ -205,7 +205,7 @@ def test_a_run_of_adamw_can_be_continued(num_steps: int) -> None:
 
 
 def test_states_of_before_have_betas_per_window() -> None:
-    """A state that does not say how its betas are meant continues per window."""
+    """An old state, without ``betas_per``, continues per window."""
     whole = parameters()
     run(AccumAdamW(whole, window=4, betas_per="window"), whole, range(12))
 
@@ -226,12 +226,12 @@ def test_states_of_before_have_betas_per_window() -> None:
 
 
 def test_auto_is_half_the_workers_and_bounded() -> None:
-    """From plain Adam, for one worker, to the paper's longest."""
+    """From plain Adam, for one worker, to the paper's longest window."""
     assert [auto_window(n) for n in (1, 2, 3, 4, 8, 9, 16, 32, 1008)] == [1, 1, 1, 2, 4, 4, 8, 8, 8]
 
 
 def test_auto_must_be_settled_before_a_step() -> None:
-    """Without an engine the first step is refused, and says what to call."""
+    """Without an engine the first step raises, and names what to call."""
     (param,) = parameters(1)
     param.grad = gradient(param, 0)
     before = param.detach().clone()
@@ -241,7 +241,7 @@ def test_auto_must_be_settled_before_a_step() -> None:
 
 
 def test_a_settled_window_stays() -> None:
-    """It is in the groups and in the state, and is kept by another number of workers."""
+    """It is in the groups and in the state, and another number of workers does not change it."""
     params = parameters()
     groups = [{"params": params[:1]}, {"params": params[1:], "window": 3}]
     optimizer = AccumAdamW(groups)
@@ -260,7 +260,7 @@ def test_a_settled_window_stays() -> None:
 
 
 def test_a_copy_knows_the_number_of_workers() -> None:
-    """A group that a copy gets later is settled as the others are."""
+    """A group that is added to a copy later is resolved as the others are."""
     optimizer = AccumAdam([nn.Parameter(torch.ones(3))])
     optimizer.set_num_workers(8)
     twin = copy.deepcopy(optimizer)
@@ -269,7 +269,7 @@ def test_a_copy_knows_the_number_of_workers() -> None:
 
 
 def test_a_group_that_comes_later_is_settled_too() -> None:
-    """Workers are known by then."""
+    """The number of workers is known by then."""
     params = parameters()
     optimizer = AccumAdam(params[:1])
     tell_num_workers(optimizer, 8)
@@ -291,7 +291,7 @@ def test_a_group_that_comes_later_is_settled_too() -> None:
 def test_a_second_moment_of_few_windows_is_warned_of(
     beta2: float, window: Any, betas_per: Any, warns: bool
 ) -> None:
-    """As soon as the window is known; what the warning proposes is enough."""
+    """As soon as the window is known; the proposed beta does not warn."""
     settings: dict[str, Any] = {"window": window, "betas_per": betas_per}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -312,7 +312,7 @@ def adamw_of_two_groups(params: list[nn.Parameter], **settings: Any) -> torch.op
 
 @pytest.mark.parametrize("num_steps", [0, 4])
 def test_like_takes_over_groups_and_state(num_steps: int) -> None:
-    """With a window of 1 it continues as the AdamW that it was made of, group by group."""
+    """With a window of 1 it continues as the original AdamW, group by group."""
     params, reference = parameters(), parameters()
     adamw, theirs = adamw_of_two_groups(params), adamw_of_two_groups(reference)
     run(adamw, params, range(num_steps))
@@ -327,7 +327,7 @@ def test_like_takes_over_groups_and_state(num_steps: int) -> None:
 
 
 def test_groups_of_adamw_mean_the_same() -> None:
-    """Betas per step are AdamW's, so its groups can be given as they are; they are copied."""
+    """Betas per step are AdamW's, so its groups can be passed unchanged; they are copied."""
     params, reference = parameters(), parameters()
     adamw = adamw_of_two_groups(params, fused=False)
     ours = AccumAdamW(adamw.param_groups, window=4)
@@ -341,14 +341,14 @@ def test_groups_of_adamw_mean_the_same() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda p: torch.optim.SGD(p, lr=0.1), "takes torch's Adam or AdamW, got SGD; give"),
+        (lambda p: torch.optim.SGD(p, lr=0.1), "needs torch's Adam or AdamW, got SGD; construct"),
         (lambda p: torch.optim.AdamW(p, amsgrad=True), "amsgrad must be left out, .* got True"),
         (lambda p: torch.optim.AdamW(p, maximize=True), "maximize must be left out"),
         (lambda p: torch.optim.Adam(p, weight_decay=0.1), "is decoupled, got .* use AccumAdam$"),
     ],
 )
 def test_what_cannot_be_converted_is_refused(make: Any, words: str) -> None:
-    """By the name of what differs, and nothing is left half converted."""
+    """The error names the difference, and nothing is converted in part."""
     with pytest.raises(UserError, match=words):
         AccumAdamW.like(make(parameters()))
 
@@ -362,7 +362,7 @@ def test_what_cannot_be_converted_is_refused(make: Any, words: str) -> None:
     ],
 )
 def test_a_state_of_adam_that_means_something_else_is_refused(make: Any, words: str) -> None:
-    """As its groups are; the optimizer stays what it was."""
+    """As in its groups; the optimizer is unchanged."""
     parameter = nn.Parameter(torch.ones(3))
     optimizer = AccumAdam([parameter], lr=0.5, window=2)
     with pytest.raises(UserError, match=words):
@@ -374,7 +374,7 @@ def test_a_state_of_adam_that_means_something_else_is_refused(make: Any, words: 
 
 
 def test_a_step_that_is_refused_moves_nothing() -> None:
-    """Groups are checked before the first of them moves."""
+    """All groups are checked before the first is updated."""
     first, second = (nn.Parameter(torch.ones(3)) for _ in range(2))
     first.grad = second.grad = torch.ones(3)
     optimizer = AccumAdam([{"params": [first], "window": 2}, {"params": [second]}])
@@ -385,7 +385,7 @@ def test_a_step_that_is_refused_moves_nothing() -> None:
 
 @pytest.mark.parametrize("window", [1, 4])
 def test_a_compiled_step_is_the_same(window: int) -> None:
-    """Where a user compiles ``optimizer.step``, the update runs outside of what is traced."""
+    """If a user compiles ``optimizer.step``, the update runs outside of the traced graph."""
     plain, compiled = (nn.Parameter(torch.ones(3)) for _ in range(2))
     optimizers = [AccumAdamW([p], window=window) for p in (plain, compiled)]
     steps = [optimizers[0].step, torch.compile(optimizers[1].step, backend="aot_eager")]
@@ -397,7 +397,7 @@ def test_a_compiled_step_is_the_same(window: int) -> None:
 
 
 def test_memory_is_adams_for_a_window_of_one() -> None:
-    """The mean gradient of a window is stored only where there is a window."""
+    """The mean gradient of a window is allocated only if the window is longer than a step."""
     params = parameters()
     optimizer = AccumAdam(params, window=1)
     run(optimizer, params, range(2))
@@ -406,7 +406,7 @@ def test_memory_is_adams_for_a_window_of_one() -> None:
 
 @pytest.mark.parametrize("kind", ["sparse", "complex"])
 def test_gradients_that_it_cannot_take_are_refused(kind: str) -> None:
-    """A sparse or complex gradient raises an error that says so, and is not taken for another."""
+    """A sparse or complex gradient raises, instead of being treated as a dense real one."""
     dtype = torch.complex128 if kind == "complex" else torch.float64
     parameter = nn.Parameter(torch.ones(3, dtype=dtype))
     gradient = torch.ones(3, dtype=dtype)
@@ -433,9 +433,9 @@ SHAPES = [(7, 5), (), (3,), (0,), (64,), (65,), (200,), (2, 1), (9, 30)]
 def test_blocks_are_the_update_as_it_is_written(
     window: int, decoupled: bool, dtype: torch.dtype, close: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tensors that share a block, fill one, or are cut; what cannot go through the fused kernel.
+    """For tensors that share a block, fill one, or are split, and those without a fused kernel.
 
-    In 16 bits what is written rounds after every operation, by about a last place per step.
+    In 16 bits the reference rounds after every operation, by about a last place per step.
     """
     monkeypatch.setattr(window_update, "_BLOCK_BYTES", 64 * dtype.itemsize)
     generator = torch.Generator().manual_seed(1)
@@ -456,7 +456,7 @@ def test_blocks_are_the_update_as_it_is_written(
 
 
 def test_parameters_of_several_types_step_together() -> None:
-    """In one group: each goes with those of its own type, as if it were the only one."""
+    """In one group: each dtype is updated as if it were alone."""
     mixed = [nn.Parameter(torch.ones(5, dtype=d)) for d in (torch.float64, torch.float32)]
     alone = twins(mixed)
     optimizers = [AccumAdamW(mixed, window=2), *(AccumAdamW([p], window=2) for p in alone)]
@@ -470,7 +470,7 @@ def test_parameters_of_several_types_step_together() -> None:
 
 
 def test_a_rate_may_be_a_tensor_and_an_optimizer_be_copied() -> None:
-    """A copy, or one that went through pickle, continues alike."""
+    """A deep copy, or one that was pickled, continues equally."""
     params = parameters()
     optimizer = AccumAdamW(params, lr=torch.tensor(0.01, dtype=torch.float64), window=2)
     run(optimizer, params, range(3))
@@ -491,7 +491,7 @@ def train_alone(params: list[nn.Parameter], outer: DiLoCo, steps: range) -> None
 
 
 def test_the_outer_step_is_the_papers() -> None:
-    """Δ = x₀ − x̄; m ← μ·m + Δ; x₀ ← x₀ − lr·(Δ + μ·m): after each H-th step, and no other."""
+    """Δ = x₀ − x̄; m ← μ·m + Δ; x₀ ← x₀ − lr·(Δ + μ·m): after each H-th step only."""
     lr, momentum, every = 0.7, 0.9, 3
     params = parameters(1)
     outer = DiLoCo(params, every, lr, momentum)

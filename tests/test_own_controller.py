@@ -300,7 +300,7 @@ class Unready:
     [
         (Careless(), r"must be a gossamer.consensus.Memory, got \[\] of Careless"),
         (Unbound(-2.0), "with start, needs, decide, save and load, got None from Pi"),
-        (Nameless(-2.0), "a repr that says its settings, got <.*Nameless object"),
+        (Nameless(-2.0), "a repr with its settings, got <.*Nameless object"),
     ],
 )
 def test_what_could_not_be_restored_is_refused(control: Any, reason: str) -> None:

@@ -217,7 +217,7 @@ def start_alone(**options: Any) -> None:
         ({"topology": parse("ring", 1)}, "got a Schedule on 1; pass a string, or a function"),
         (
             {"store": TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)},
-            "needs a store that no worker holds.* got one in that of rank 0",
+            "needs a store that no worker holds.* got one in the process of rank 0",
         ),
     ],
 )
@@ -234,7 +234,10 @@ def test_join_is_refused() -> None:
         model = make_model()
         optimizer = SGD(model.parameters(), lr=0.1)
         gossip = decentralize(model, optimizer, process_group=group, on_failure="continue")
-        with pytest.raises(UserError, match="counts at every step who still trains"), gossip.join():
+        with (
+            pytest.raises(UserError, match="counts at every step which ranks still train"),
+            gossip.join(),
+        ):
             pass
         gossip.close()
 

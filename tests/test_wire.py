@@ -1,4 +1,4 @@
-"""Wire formats by themselves: what a message stands for, and what is told of one that is wrong."""
+"""Wire formats by themselves: what a message decodes to, and how a wrong one is detected."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def codec_of(wire: str, dtype: torch.dtype = torch.float32) -> Codec:
 
 
 class Pair:
-    """Two workers that started equal, and have messages for each other."""
+    """Two workers that started equal, with messages for each other."""
 
     def __init__(
         self, wire: str, numel: int, dtype: torch.dtype = torch.float32, apart: float = 1e-2
@@ -52,14 +52,14 @@ class Pair:
             outbox.fill(x)
 
     def taken(self, worker: int, weight: float = 0.5) -> tuple[Arrival, Tensor]:
-        """Return what a worker makes of the other's message, and the sum that it adds."""
+        """Return how a worker decodes the other's message, and the sum that it adds."""
         total = torch.full((len(self.x[0]),), math.nan, dtype=self.codec.work)
         message, own = self.sent[1 - worker].message, self.sent[worker].message
         arrival = self.codec.take(message, own, self.x[worker], weight, total, first=True)
         return arrival, total
 
     def at_rest(self) -> bool:
-        """Whether nothing of the other's message was taken."""
+        """Whether the other's message was not mixed."""
         arrival, total = self.taken(0)
         return arrival.fate is not Fate.TAKEN and bool(total.isnan().all())
 
@@ -68,9 +68,9 @@ class Pair:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("numel", [7, BLOCK - 1, BLOCK, 2 * BLOCK + 5])
 def test_two_workers_move_by_the_same(wire: str, dtype: torch.dtype, numel: int) -> None:
-    """What one gains the other loses, to the bit, so that their mean stays; in blocks of any size.
+    """One worker gains what the other loses, to the bit, so the mean is conserved; in any blocks.
 
-    How far what it is from the half of the difference is bounded by the step of the lattice.
+    The deviation from half of the difference is bounded by the step of the lattice.
     """
     pair = Pair(wire, numel, dtype)
     (one, up), (other, down) = pair.taken(0), pair.taken(1)
@@ -86,7 +86,7 @@ def test_two_workers_move_by_the_same(wire: str, dtype: torch.dtype, numel: int)
 @pytest.mark.parametrize("wire", ALL_WIRES)
 @pytest.mark.parametrize("numel", [0, 1, 1000, BLOCK + 3])
 def test_the_size_of_a_message_is_known_before_it_is_made(wire: str, numel: int) -> None:
-    """What is counted and planned with is what is sent."""
+    """The planned and counted size is the size that is sent."""
     format = parse_wire(wire)
     codec = format.codec(torch.float32, CPU)
     message = torch.zeros(numel) if codec is None else codec.new_message(numel)
@@ -95,14 +95,14 @@ def test_the_size_of_a_message_is_known_before_it_is_made(wire: str, numel: int)
 
 @pytest.mark.parametrize("wire", CODED)
 def test_an_empty_bucket_travels(wire: str) -> None:
-    """A model may have a parameter without numbers."""
+    """A parameter without elements can be sent."""
     pair = Pair(wire, 0)
     assert pair.taken(0)[0].fate is Fate.TAKEN
 
 
 @pytest.mark.parametrize("wire", CODED)
 def test_a_mark_is_known_for_one(wire: str) -> None:
-    """Who is left out says so, and nothing is taken."""
+    """A mark is recognized, and not mixed."""
     pair = Pair(wire, 100)
     pair.sent[1].fill_mark()
     assert pair.taken(0)[0].fate is Fate.MARKED
@@ -111,7 +111,7 @@ def test_a_mark_is_known_for_one(wire: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_what_bf16_would_round_to_infinity_stays_finite(dtype: torch.dtype) -> None:
-    """Finite numbers beyond its largest, of opposite signs: their difference is finite, too."""
+    """The difference of the largest numbers of opposite signs is finite."""
     codec, most = codec_of("bf16", dtype), torch.finfo(dtype).max
     xs = [torch.tensor([1.0, most], dtype=dtype), torch.tensor([1.0, -most], dtype=dtype)]
     sent = [codec.new_message(2) for _ in xs]
@@ -130,7 +130,7 @@ def test_what_bf16_would_round_to_infinity_stays_finite(dtype: torch.dtype) -> N
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_within_the_range_every_place_is_told(wire: str, data: st.DataObject) -> None:
-    """Steps of sender and receiver may differ: what is decoded is what the sender rounded to."""
+    """Whatever the steps of both ends, the sender's rounded numbers are decoded exactly."""
     codec = codec_of(wire, torch.float64)
     numbers = st.floats(-1e3, 1e3, allow_nan=False)
     mine = torch.tensor(data.draw(st.lists(numbers, min_size=1, max_size=9)), dtype=torch.float64)
@@ -161,7 +161,7 @@ def test_within_the_range_every_place_is_told(wire: str, data: st.DataObject) ->
 def test_both_take_the_others_message_or_neither(
     wire: str, apart: float, ranges: tuple[float, float], seed: int
 ) -> None:
-    """Whatever ranges two workers have that send to each other: the mean stays, to the bit."""
+    """For any two ranges of workers that send to each other, the mean is conserved bit for bit."""
     codec, dice = codec_of(wire), torch.Generator().manual_seed(seed)
     start = torch.randn(64, generator=dice)
     xs = [start, start + apart * (2 * torch.rand(64, generator=dice) - 1)]
@@ -189,7 +189,7 @@ ERRORS = [
 @pytest.mark.parametrize("wire", RANGED)
 @pytest.mark.parametrize("errors", ERRORS)
 def test_errors_do_not_make_up_for_each_other(wire: str, errors: dict[int, int]) -> None:
-    """Neither a plain sum of places would see them all, nor one weighed by the index."""
+    """The checksum detects errors that a sum, plain or weighted by the index, would miss."""
     pair = Pair(wire, 1000)
     step, range = pair.sent[1].message[:16].view(torch.float64).tolist()
     wraps = 2 ** (8 if "8" in wire else 4)
@@ -202,7 +202,7 @@ def test_errors_do_not_make_up_for_each_other(wire: str, errors: dict[int, int])
 @pytest.mark.parametrize("wire", RANGED)
 @pytest.mark.parametrize("byte", [0, 7, 12, 20, 28, 40, 500])
 def test_a_message_that_was_changed_is_not_taken(wire: str, byte: int) -> None:
-    """A wrong step, a wrong checksum, a wrong place: nothing of it is mixed."""
+    """A wrong step, a wrong checksum, a wrong place: the message is not mixed."""
     pair = Pair(wire, 1000)
     pair.sent[1].message[byte] ^= 0x41
     assert pair.at_rest()
@@ -212,7 +212,7 @@ def test_a_message_that_was_changed_is_not_taken(wire: str, byte: int) -> None:
 
 @pytest.mark.parametrize("wire", RANGED)
 def test_a_range_widens_until_it_is_wide_enough(wire: str) -> None:
-    """Also one that was zero, as where workers were equal and one was replaced."""
+    """Also from zero, as when workers were equal and one was replaced."""
     codec = codec_of(wire)
     start = torch.ones(50)
     xs = [start.clone(), start + torch.linspace(0.5, 1, 50)]
@@ -239,7 +239,7 @@ def test_a_range_widens_until_it_is_wide_enough(wire: str) -> None:
 
 
 def test_large_numbers_that_hardly_differ() -> None:
-    """Where a step would be finer than the numbers themselves, it is as fine as they are."""
+    """A step is never finer than the resolution of the numbers themselves."""
     codec = codec_of("modulo(bits=8)")
     x = torch.full((10,), 1e6)
     sent = [codec.new_message(10) for _ in range(2)]
@@ -251,7 +251,7 @@ def test_large_numbers_that_hardly_differ() -> None:
 
 
 def test_ranges_of_other_buckets_are_not_taken(caplog: pytest.LogCaptureFixture) -> None:
-    """As many buckets of other sizes: all start anew, from the numbers that workers have now."""
+    """A state with as many buckets of other sizes resets all ranges, to the current numbers."""
     codec = codec_of("modulo(bits=8)")
     sizes, others = (30, 50), (50, 30)
     saved = [Outbox(codec, n, torch.zeros(n)) for n in sizes]
@@ -264,18 +264,18 @@ def test_ranges_of_other_buckets_are_not_taken(caplog: pytest.LogCaptureFixture)
     assert not caplog.text
     anew = [Outbox(codec, n, torch.zeros(n)) for n in others]
     load_outboxes(anew, states, [torch.ones(n) for n in others])
-    assert "another bucket_mb: ranges start anew" in caplog.text
+    assert "another bucket_mb: ranges are reset" in caplog.text
     for outbox, numel in zip(anew, others, strict=True):
         assert torch.equal(outbox.state_dict()["start"], torch.ones(numel))
 
 
 def test_fragments_that_fit_are_made() -> None:
-    """Beside one large tensor small ones get buckets of their own; nothing is lost or repeated."""
+    """Beside one large tensor small ones get buckets of their own; none is lost or repeated."""
     sizes = [1000, 100, 100, 100, 0]
     packing = Packing([torch.zeros(n) for n in sizes], bucket_mb=25, fragments=3)
     turns = [packing.at(step) for step in range(3)]
     assert sorted(bucket for turn in turns for bucket in turn) == [*range(len(packing.buckets))]
     assert sorted(i for bucket in packing.buckets for i in bucket) == [*range(5)]
     assert packing.at(3) == turns[0]
-    with pytest.raises(UserError, match="fragments=5 need as many parameters, got 4"):
+    with pytest.raises(UserError, match="fragments=5 needs at least as many parameters, got 4"):
         Packing([torch.zeros(n) for n in sizes], bucket_mb=25, fragments=5)

@@ -1,7 +1,7 @@
-"""Ranks over Gloo against the simulation, for every wire format: equal to the bit.
+"""Ranks over Gloo equal the simulation bit for bit, for every wire format.
 
-Both engines compute each worker's gradient by itself here, so that a number of one is the number of
-the other before it is rounded.
+Both engines compute each worker's gradient by itself here, so numbers are equal before they are
+rounded.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MAIN = ["ring", "one_peer_exponential"]
 
 
 class Trained(NamedTuple):
-    """What one worker came to."""
+    """The results of one worker."""
 
     parameters: Tensor
     stats: Stats
@@ -61,7 +61,7 @@ def batch(
 
 
 def disturb_(parameters: Iterable[Tensor], by: float) -> None:
-    """Move some parameters far away from everybody's."""
+    """Move some parameters far away from those of all others."""
     with torch.no_grad():
         for parameter in parameters:
             parameter.view(-1)[::2] += by
@@ -175,7 +175,7 @@ BY_MESSAGES = [topology for topology in ALL_TOPOLOGIES if not reduces(topology, 
 
 @pytest.mark.parametrize("wire", CODED)
 def test_ranks_equal_the_simulation(wire: str) -> None:
-    """Topologies, orders and optimizers in turn: no bit differs, nor a count."""
+    """Topologies, orders and optimizers in turn: no bit differs, and no count."""
     others = [text for text in BY_MESSAGES if text not in MAIN]
     for index, topology in enumerate([*MAIN, *others[CODED.index(wire) :: len(CODED)]]):
         options: dict[str, Any] = {"wire": wire, "order": ("awc", "atc")[index % 2]}
@@ -186,7 +186,7 @@ def test_ranks_equal_the_simulation(wire: str) -> None:
 
 @pytest.mark.parametrize("wire", CODED)
 def test_float64(wire: str) -> None:
-    """Parameters that are not float32: equal to the bit."""
+    """Parameters that are not float32 are equal bit for bit, too."""
     ranks = train_ranks(4, "ring", "sgd", dtype=torch.float64, wire=wire)
     assert_equal_bits(ranks, simulate(4, "ring", "sgd", dtype=torch.float64, wire=wire))
 
@@ -194,9 +194,9 @@ def test_float64(wire: str) -> None:
 @pytest.mark.parametrize("wire", CODED)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_parameters(wire: str, dtype: torch.dtype) -> None:
-    """Both engines begin from the same start, and mix to the same bits.
+    """Both engines start equal, and mix to the same bits.
 
-    By themselves: gradients of 16 bits differ between engines in the last one.
+    Mixing only: 16-bit gradients differ between engines in the last bit.
     """
 
     def move_(parameters: Iterable[Tensor], worker: int, step: int) -> None:
@@ -230,9 +230,9 @@ def test_16_bit_parameters(wire: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("reduces", [True, False])
 def test_16_bit_parameters_in_groups(reduces: bool) -> None:
-    """With bf16, whether a group reduces or goes by messages: as they are, two bytes each.
+    """With bf16, by all-reduce or by messages: unchanged, two bytes each.
 
-    Groups of rounds that never repeat go by messages, as none is open for them.
+    Groups of rounds that never repeat use messages, as no process group is open for them.
     """
     thirds = from_matrix([[1 / 3] * 3 + [0]] * 3 + [[0, 0, 0, 1]])
     assert thirds.reduces.any()
@@ -249,7 +249,7 @@ def test_16_bit_parameters_in_groups(reduces: bool) -> None:
     [("gradient_tracking", "ring"), ("push_sum", "star"), ("push_sum", "one_peer_exponential")],
 )
 def test_any_state_travels_in_bf16(algorithm: str, topology: str) -> None:
-    """Trackers, and what push-sum shares out."""
+    """Trackers, and the weighted parameters of push-sum."""
     options: dict[str, Any] = {"wire": "bf16", "algorithm": algorithm}
     ranks = train_ranks(4, topology, "sgd", **options)
     assert_equal_bits(ranks, simulate(4, topology, "sgd", **options))
@@ -257,7 +257,7 @@ def test_any_state_travels_in_bf16(algorithm: str, topology: str) -> None:
 
 @pytest.mark.parametrize("topology", ["complete", "aer(workers_per_node=4)"])
 def test_groups_reduce_in_full(topology: str) -> None:
-    """With bf16 an all-reduce is what it is without: sums on the way are not rounded."""
+    """With bf16 an all-reduce is the same as without: partial sums are not rounded."""
     ranks = train_ranks(NUM_WORKERS, topology, "sgd", wire="bf16", dtype=torch.float64)
     sim = simulate(NUM_WORKERS, topology, "sgd", wire="bf16", dtype=torch.float64)
     for rank, trained in enumerate(ranks):
@@ -267,7 +267,7 @@ def test_groups_reduce_in_full(topology: str) -> None:
 
 @pytest.mark.parametrize("wire", ALL_WIRES)
 def test_both_engines_count_the_same_messages_and_bytes(wire: str) -> None:
-    """Of every bucket one message; ranks also send the padding between tensors."""
+    """One message per bucket; ranks also send the padding between tensors."""
     ranks = train_ranks(4, "ring", "sgd", wire=wire, order="atc", dtype=torch.float64)
     sim = simulate(4, "ring", "sgd", wire=wire, order="atc", dtype=torch.float64)
     for rank, (_, stats) in enumerate(ranks):
@@ -295,7 +295,7 @@ def test_fragments_in_turn(wire: str) -> None:
 
 
 def test_every_fragment_goes_through_all_rounds() -> None:
-    """By its own exchanges: on one-peer exponential each averages exactly, one after the other."""
+    """With its own exchanges: on one-peer exponential each fragment averages exactly."""
     sim = make_simulation(4, "one_peer_exponential", "sgd", order="atc", fragments=2)
     dice = torch.Generator().manual_seed(1)
     for stacked in sim.parameters.values():
@@ -314,8 +314,11 @@ def test_every_fragment_goes_through_all_rounds() -> None:
     ("options", "message"),
     [
         ({"fragments": 0}, "fragments must be an integer from 1 to 1,024, got 0"),
-        ({"fragments": 9}, "fragments=9 need as many parameters, got 4; use at most fragments=4"),
-        ({"fragments": 2, "algorithm": "push_sum"}, "push_sum exchanges all that it has at once"),
+        (
+            {"fragments": 9},
+            "fragments=9 needs at least as many parameters, got 4; use at most fragments=4",
+        ),
+        ({"fragments": 2, "algorithm": "push_sum"}, "push_sum exchanges all parameters at once"),
         (
             {"fragments": 2, "control": "constant(c=1)"},
             "a control decides on exchanges of all parameters",
@@ -323,7 +326,7 @@ def test_every_fragment_goes_through_all_rounds() -> None:
     ],
 )
 def test_fragments_that_cannot_be(options: dict[str, Any], message: str) -> None:
-    """Refused at construction, in both engines."""
+    """They raise at construction, in both engines."""
     with pytest.raises(UserError) as raised:
         make_simulation(4, "ring", "sgd", **options)
     assert message in str(raised.value)
@@ -346,9 +349,9 @@ def test_fragments_that_cannot_be(options: dict[str, Any], message: str) -> None
 @pytest.mark.parametrize("wire", RANGED)
 @pytest.mark.parametrize("order", ["awc", "atc"])
 def test_a_warm_up_from_zero_is_decoded(wire: str, order: str) -> None:
-    """Exchanges at which nothing has moved tell nothing, and the common start is still known.
+    """Exchanges before anything moved leave the range at the common start.
 
-    Four bits have little margin for a rate that doubles: a few messages of 192.
+    Four bits have little margin for a rate that doubles: a few messages of 192 fail.
     """
     options: dict[str, Any] = {"wire": wire, "order": order, "rests": 3}
     sim = simulate(NUM_WORKERS, "one_peer_exponential", "sgd", **options)
@@ -360,9 +363,9 @@ def test_a_warm_up_from_zero_is_decoded(wire: str, order: str) -> None:
 
 @pytest.mark.parametrize("wire", RANGED)
 def test_a_run_in_full_goes_on_in_few_bits(wire: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Nobody knows how far apart workers are: it is found within a few exchanges, and said.
+    """The unknown distance of workers is found within a few exchanges, with a warning.
 
-    Both engines find it in the same exchanges, and nothing of what they cannot decode is mixed.
+    Both engines need the same exchanges, and do not mix what they cannot decode.
     """
     after: dict[str, Any] = {"wire": wire, "order": "awc"}
     first = make_simulation(4, "ring", "sgd", order="awc")
@@ -370,7 +373,7 @@ def test_a_run_in_full_goes_on_in_few_bits(wire: str, caplog: pytest.LogCaptureF
     for step in range(3):
         take_step(first, step)
     second.load_state_dict(first.state_dict())
-    assert "ranges start anew" in caplog.text
+    assert "ranges are reset" in caplog.text
     undecoded: list[int] = []
     for step in range(3, NUM_STEPS):
         take_step(second, step)
@@ -404,9 +407,9 @@ def test_a_run_in_full_goes_on_in_few_bits(wire: str, caplog: pytest.LogCaptureF
 def test_what_is_out_of_range_is_not_mixed(
     wire: str, topology: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A worker that jumps away: found, counted and said by both engines, and they go on as one.
+    """A worker that jumps away is detected, counted and logged equally by both engines.
 
-    The range widens until it can be told what it has, and mixing goes on.
+    The range widens until its messages are decoded, and mixing continues.
     """
     options: dict[str, Any] = {"wire": wire, "order": "atc", "disturbed": 5.0}
     ranks = train_ranks(4, topology, "sgd", **options)
@@ -426,7 +429,7 @@ def test_what_is_out_of_range_is_not_mixed(
 
 @pytest.mark.parametrize("wire", CODED)
 def test_a_worker_that_is_not_finite_is_left_out(wire: str) -> None:
-    """As without a wire format: marks travel in its place, and nobody takes them for numbers."""
+    """As in full precision: marks are sent in its place, and never decoded as numbers."""
     options: dict[str, Any] = {
         "wire": wire,
         "order": "atc",
@@ -449,7 +452,7 @@ def test_a_worker_that_is_not_finite_is_left_out(wire: str) -> None:
 @pytest.mark.parametrize("wire", CODED)
 @pytest.mark.parametrize("saved_at", [1, 5])
 def test_a_run_continues_to_the_bit(wire: str, saved_at: int) -> None:
-    """Ranges are part of a state, in both engines; before the first exchange, where they start."""
+    """Ranges are part of a state, in both engines; before the first exchange, the start."""
     options: dict[str, Any] = {"wire": wire, "order": "awc", "every": 2}
     whole = simulate(4, "ring", "adamw", **options)
     first, second = (make_simulation(4, "ring", "adamw", **options) for _ in range(2))
@@ -464,7 +467,7 @@ def test_a_run_continues_to_the_bit(wire: str, saved_at: int) -> None:
 
 
 def test_a_state_may_be_taken_while_messages_travel() -> None:
-    """It is that of before them, whether they have been written and have arrived, or not."""
+    """It is the state before them, whether or not they have been encoded or have arrived."""
 
     def body(group: ProcessGroup) -> None:
         model = make_model()
@@ -485,7 +488,7 @@ def test_a_state_may_be_taken_while_messages_travel() -> None:
 
 
 def continued_ranks(saved_at: int, topology: str, optimizer: str, **options: Any) -> list[Trained]:
-    """Train four ranks, and go on with new ones from their state."""
+    """Train four ranks, and resume on new ones from their state."""
 
     def body(group: ProcessGroup) -> Trained:
         states: list[Any] = []
@@ -518,11 +521,11 @@ def continued_ranks(saved_at: int, topology: str, optimizer: str, **options: Any
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"algorithm": "gradient_tracking"}, "gradient_tracking, which also exchanges tracker"),
-        ({"algorithm": "push_sum"}, "push_sum, which also exchanges what it shares out"),
-        ({"algorithm": "mixed_moments"}, "mixed_moments, which also exchanges moment"),
+        ({"algorithm": "gradient_tracking"}, "gradient_tracking, which exchanges tracker"),
+        ({"algorithm": "push_sum"}, "push_sum, which exchanges weighted parameters"),
+        ({"algorithm": "mixed_moments"}, "mixed_moments, which exchanges moment"),
         ({"topology": "complete"}, "got an all-reduce at step 0 of complete; use wire='bf16'"),
-        ({"control": "auto"}, "got a control, which may take an all-reduce"),
+        ({"control": "auto"}, "got a control, which may choose an all-reduce"),
         ({"wire": "modulo(bits=5)"}, "modulo has 8 or 4 bits per number, got 5"),
         ({"wire": "int8"}, "unknown wire 'int8'"),
         ({"bucket_mb": 0}, "bucket_mb must be above 0, got 0"),
@@ -531,7 +534,7 @@ def continued_ranks(saved_at: int, topology: str, optimizer: str, **options: Any
 def test_what_cannot_travel_is_refused_at_construction(
     options: dict[str, Any], message: str
 ) -> None:
-    """By name, in both engines, with what works."""
+    """By name, in both engines, with an alternative."""
     given: dict[str, Any] = {"topology": "ring", "wire": "modulo", **options}
 
     def body(group: ProcessGroup) -> str:
@@ -550,7 +553,7 @@ def test_what_cannot_travel_is_refused_at_construction(
 
 
 def test_ranks_compare_their_wires() -> None:
-    """One that was given another format is named before anything is sent."""
+    """A rank with another format is named before anything is sent."""
 
     def body(group: ProcessGroup) -> None:
         model = make_model()

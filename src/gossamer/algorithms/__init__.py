@@ -1,4 +1,4 @@
-"""What a step does with rounds: one file and one row of a table each, executed by both engines."""
+"""Algorithms: what a step does with rounds. One file and one table row each, for both engines."""
 
 from gossamer.algorithms.algorithm import (
     PARAMETERS,

@@ -1,9 +1,9 @@
-"""Adapt then combine: parameters are mixed after the update, and the step waits for it.
+"""Adapt then combine: parameters are mixed after the update, and the step waits for the exchange.
 
     x_{t+1} = W_t Opt(x_t; g(x_t))
 
 1. Optimizer step.
-2. Exchange and mix, as often as asked.
+2. Exchange and mix, ``gossip_steps`` times.
 
 On the complete graph with SGD this is all-reduce of gradients. Reference: Lian et al.
 (https://arxiv.org/abs/1705.09056).
@@ -18,7 +18,7 @@ from gossamer.algorithms.algorithm import Algorithm, StepContext, mix
 
 @final
 class AdaptThenCombine(Algorithm):
-    """Decentralized training that mixes what an update has made."""
+    """Decentralized training that mixes updated parameters."""
 
     name = "atc"
     plain = True

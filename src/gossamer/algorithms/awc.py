@@ -21,7 +21,7 @@ from gossamer.topology import Round
 
 @final
 class AdaptWhileCombine(Algorithm):
-    """Decentralized training that hides its exchange behind the next step's computation."""
+    """Decentralized training that overlaps its exchange with the next step's computation."""
 
     name = "awc"
     overlaps = True
@@ -36,9 +36,9 @@ class AdaptWhileCombine(Algorithm):
         self._start(context, context.rounds(step + 1), step + 1)
 
     def resume(self, context: StepContext, step: int) -> None:
-        """Start the exchange that was in flight again."""
+        """Restart the exchange that was in flight."""
         self._start(context, context.resumed_rounds(step), step)
 
     def _start(self, context: StepContext, rounds: Sequence[Round], step: int) -> None:
-        (round,) = rounds
+        (round,) = rounds  # the exchange is in flight during the gradient: no second one can follow
         context.start(round, step)

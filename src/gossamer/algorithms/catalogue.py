@@ -37,15 +37,15 @@ ALGORITHM_REGISTRY: Registry[Algorithm] = Registry(
 
 DEFAULT = "awc"
 ORDERS = ("awc", "atc")
-"""Those that ``order`` names, too."""
+"""The algorithms that ``order`` may name."""
 
 
 def name_of(algorithm: str, order: str) -> str:
-    """Return the name that is meant where an order may be given in the place of an algorithm.
+    """Return the name of an algorithm, which may be given as an order.
 
     Args:
-        algorithm: a string, or nothing.
-        order: ``"awc"`` or ``"atc"``, or nothing.
+        algorithm: a string, or empty.
+        order: ``"awc"`` or ``"atc"``, or empty.
     """
     if order and order not in ORDERS:
         raise UserError(
@@ -54,8 +54,8 @@ def name_of(algorithm: str, order: str) -> str:
         )
     if algorithm and order and algorithm != order:
         raise UserError(
-            f"an order is one of the algorithms, so give one of both, got algorithm={algorithm!r} "
-            f"and order={order!r}; leave order out"
+            "order= is another spelling of algorithm=, so only one may be given, got "
+            f"algorithm={algorithm!r} and order={order!r}; leave order out"
         )
     return algorithm or order or DEFAULT
 
@@ -64,7 +64,7 @@ def parse_algorithm(algorithm: str, order: str = "") -> Algorithm:
     """Return the algorithm that a string names; by default awc.
 
     Args:
-        algorithm: a name, with arguments where it takes any; or nothing.
+        algorithm: a name, with arguments where it has any; or empty.
         order: another spelling of awc and atc.
 
     >>> parse_algorithm("gradient_tracking").tracked

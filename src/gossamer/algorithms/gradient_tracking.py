@@ -1,15 +1,15 @@
-"""Gradient tracking: every worker follows the mean gradient of all, whatever data it has.
+"""Gradient tracking: every worker tracks the mean gradient of all workers, whatever data it has.
 
     y ← W_t (y + g(x_t) − g(x_{t−1}))
     x_{t+1} = W_t (x_t − η y)
 
-1. Add to the tracker how the gradient has changed, exchange it and mix.
-2. Optimizer step, with the tracker in the place of the gradient.
+1. Add the change of the gradient to the tracker, exchange it and mix.
+2. Optimizer step, with the tracker in place of the gradient.
 3. Exchange the parameters and mix.
 
-The mean of all trackers is the mean of all gradients, always, so that a constant rate reaches the
-optimum of the mean loss also where workers' data differ. Two exchanges per step. Not overlapped:
-the overlapped form diverged on a one-peer ring. References: Di Lorenzo and Scutari
+The mean of all trackers always equals the mean of all gradients, so a constant learning rate
+reaches the optimum of the mean loss also if workers' data differ. Two exchanges per step. Not
+overlapped: the overlapped form diverged on a one-peer ring. References: Di Lorenzo and Scutari
 (https://arxiv.org/abs/1602.00591), Nedic et al. (https://arxiv.org/abs/1607.03218).
 """
 
@@ -25,15 +25,17 @@ from gossamer.topology import Round, Schedule
 
 @final
 class GradientTracking(Algorithm):
-    """A tracker of the mean gradient, which any optimizer takes for the gradient."""
+    """A tracker of the mean gradient, which replaces the gradient of any optimizer."""
 
     name = "gradient_tracking"
     tracked = ("tracker",)
     kept = ("last_gradient",)
-    needs_all = True  # the mean of those who are left has a part of the tracker that is lost
+    needs_all = (
+        True  # without one worker's tracker, the mean of the others is not that of gradients
+    )
 
     def adapt_schedule(self, schedule: Schedule) -> Schedule:
-        """Refuse rounds that move the mean: trackers would no longer follow the mean gradient."""
+        """Raise for rounds that move the mean: trackers would no longer sum to the gradients."""
 
         def build(step: int) -> Round:
             round = schedule.round(step)
@@ -47,7 +49,7 @@ class GradientTracking(Algorithm):
         return replace(schedule, build=build)
 
     def before_update(self, context: StepContext, step: int) -> None:
-        """Bring the tracker up to date, and give it to the optimizer."""
+        """Update and mix the tracker, and copy it over the gradient."""
         gradients, trackers = context.gradients(), context.memory("tracker")
         last = context.memory("last_gradient")
         for y, g, g_last in zip(trackers, gradients, last, strict=True):
@@ -55,6 +57,7 @@ class GradientTracking(Algorithm):
             g_last.copy_(g)
         (round,) = context.rounds(step)
         mix(context, round, step, "tracker")
+        # Copied, not assigned: the optimizer updates from the gradient tensors themselves.
         for y, g in zip(trackers, gradients, strict=True):
             g.copy_(y)
 

@@ -1,14 +1,14 @@
-"""Adapt then combine, and a moment of the optimizer is mixed as well, on a period of its own.
+"""Adapt then combine that also mixes a moment of the optimizer, with a period of its own.
 
     x_{t+1} = W_t Opt(x_t; g(x_t))
     m ← W_t m                            at every h-th step
 
 1. Optimizer step.
 2. Exchange the parameters and mix.
-3. At every h-th step exchange the optimizer's tensor, such as Adam's first moment, and mix.
+3. At every h-th step exchange an optimizer state, such as Adam's first moment, and mix.
 
-The baseline for whether moments should travel. It did not close the gap of Adam on gossip in the
-trials of docs/adam.md: a mean of second moments is as much too large as each of them.
+The baseline for whether moments should be exchanged. It did not close Adam's gap on gossip in the
+trials of docs/adam.md: second moments are too large on every worker, and so is their mean.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from gossamer.errors import UserError
 @final
 @dataclass(frozen=True)
 class MixedMoments(Algorithm):
-    """atc that mixes a state of the optimizer, too.
+    """atc that also mixes a state of the optimizer.
 
     Args:
         moment: its name in the optimizer's state, such as ``"exp_avg"`` or ``"momentum_buffer"``.
@@ -54,11 +54,11 @@ class MixedMoments(Algorithm):
 
     @property
     def num_exchanges(self) -> float:
-        """One, and one in every period."""
+        """One exchange per step, and one more per period."""
         return 1 + 1 / self.period
 
     def check_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
-        """Refuse those that keep no such moment: a copy of each takes a step on one number."""
+        """Raise for optimizers without the moment, found by a step of a copy on one number."""
         for optimizer in optimizers:
             trial = copy.copy(optimizer)  # with hooks of its own
             trial.state = defaultdict(dict)
@@ -71,7 +71,7 @@ class MixedMoments(Algorithm):
             ]
             try:
                 trial.step()
-            except Exception:  # it cannot be tried so; the first step will tell
+            except Exception:  # it cannot run on one number; the first step checks it
                 continue
             for number in numbers:
                 if state_of([trial], number, self.moment) is None:
@@ -83,7 +83,7 @@ class MixedMoments(Algorithm):
                     )
 
     def after_update(self, context: StepContext, step: int) -> None:
-        """Mix parameters, and where it is time the moment."""
+        """Mix parameters, and at every h-th step the moment."""
         (round,) = context.rounds(step)
         mix(context, round, step)
         if (step + 1) % self.period:

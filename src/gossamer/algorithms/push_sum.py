@@ -1,19 +1,19 @@
-"""Push-sum (SGP): workers on any directed graph come to the true mean.
+"""Push-sum (SGP): workers on any directed graph reach the true mean.
 
     x ← z w
     x ← Opt(x; g(z))
     x ← P_t x,   w ← P_t w
     z = x / w
 
-1. Take the weight into the parameters.
+1. Multiply the parameters by the weight.
 2. Optimizer step, with the gradient at z.
 3. Exchange parameters and weight, and mix.
-4. Take the weight out again.
+4. Divide the parameters by the weight.
 
-Each worker shares out all that it has: columns of P sum to one, rows need not. So nobody has to
-know how many send to it, and Σ x and Σ w stay; z is what a model computes with. Where a graph's
-weights are doubly stochastic, w stays 1 and this is atc. Reference: Assran et al.
-(https://arxiv.org/abs/1811.10792).
+Each worker distributes its parameters and weight among its receivers and itself: columns of P sum
+to one, rows need not. So a worker does not need to know its in-degree, and Σ x and Σ w are
+conserved; the model computes with z. If weights are doubly stochastic, w stays 1 and this is atc.
+Reference: Assran et al. (https://arxiv.org/abs/1811.10792).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from gossamer.topology import Round, Schedule, pushed
 
 @final
 class PushSum(Algorithm):
-    """Parameters that carry a weight, which says how much of the sum a worker has."""
+    """Parameters with a weight: the worker's share of the sum over all workers."""
 
     name = "push_sum"
     weighted = True
-    needs_all = True  # the weight of one who is left out is lost, and others' rates grow by it
+    needs_all = True  # weight sent to a worker that is left out is lost, so Σ w is not conserved
 
     def adapt_schedule(self, schedule: Schedule) -> Schedule:
-        """Let every worker share out all that it has; refuse all-reduces, which nobody pushes."""
+        """Return rounds whose columns sum to one; raise for all-reduces, which have no edges."""
 
         def build(step: int) -> Round:
             round = schedule.round(step)
@@ -52,19 +52,19 @@ class PushSum(Algorithm):
         return replace(schedule, build=build)
 
     def before_update(self, context: StepContext, step: int) -> None:
-        """From z to x."""
+        """Multiply by the weight: from z to x."""
         for x, w in _pairs(context):
             x.mul_(w)
 
     def after_update(self, context: StepContext, step: int) -> None:
-        """Mix with the round of this step, and go from x to z."""
+        """Mix with the round of this step, and divide by the weight: from x to z."""
         (round,) = context.rounds(step)
         mix(context, round, step)
         for x, w in _pairs(context):
             x.div_(w)
 
     def abandon(self, context: StepContext) -> None:
-        """From x to z, with the weight as it was."""
+        """Divide by the weight before the failed exchange: from x to z."""
         for x, w in _pairs(context):
             x.div_(w)
 

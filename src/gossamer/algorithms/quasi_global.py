@@ -1,4 +1,4 @@
-"""Quasi-global momentum: a momentum of how the model moved, mixing included.
+"""Quasi-global momentum: a momentum of the change of parameters, mixing included.
 
     m = β m̂ + g
     x_{t+1} = W_t (x_t − η m)
@@ -6,11 +6,11 @@
 
 1. Add the momentum to the gradient.
 2. Optimizer step: SGD without a momentum of its own.
-3. Exchange and mix; let the momentum follow the whole change.
+3. Exchange and mix; update the momentum by the total change.
 
-Where workers' data differ, a momentum of local gradients pulls them apart; the change of parameters
-is nearer to what all of them do. One exchange per step, nothing more is sent. Reference: Lin et al.
-(https://arxiv.org/abs/2102.04761).
+If workers' data differ, a momentum of local gradients drives them apart; the change of parameters
+is closer to the mean of all workers' updates. One exchange per step, of parameters only. Reference:
+Lin et al. (https://arxiv.org/abs/2102.04761).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from gossamer.errors import UserError
 @final
 @dataclass(frozen=True)
 class QuasiGlobal(Algorithm):
-    """atc with a momentum of the whole change.
+    """atc with a momentum of the total change.
 
     Args:
-        beta: how much of the momentum goes into a step, β.
-        mu: how much of it stays, μ.
+        beta: the factor of the momentum in a step, β.
+        mu: the decay of the momentum, μ.
     """
 
     beta: float = 0.9
@@ -50,19 +50,19 @@ class QuasiGlobal(Algorithm):
                 )
 
     def check_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
-        """Refuse optimizers that have a momentum already."""
+        """Raise for optimizers that have a momentum already."""
         for optimizer in optimizers:
             groups = optimizer.param_groups
             others = [name for name in ("momentum", "maximize") if any(g.get(name) for g in groups)]
             if not isinstance(optimizer, SGD) or others:
                 given = " and ".join([type(optimizer).__name__, *others])
                 raise UserError(
-                    "quasi_global is the momentum of torch.optim.SGD that has none and minimizes, "
+                    "quasi_global needs torch.optim.SGD without momentum or maximize, "
                     f"got {given}; use SGD(params, lr=...), or algorithm='atc'"
                 )
 
     def before_update(self, context: StepContext, step: int) -> None:
-        """Add the momentum to the gradient, and note where the step starts."""
+        """Add the momentum to the gradient, and save the parameters before the step."""
         momenta, starts = context.memory("momentum"), context.memory("start")
         tensors = (context.parameters, context.gradients(), momenta, starts)
         for x, g, m, start in zip(*tensors, strict=True):
@@ -70,11 +70,11 @@ class QuasiGlobal(Algorithm):
             start.copy_(x)
 
     def after_update(self, context: StepContext, step: int) -> None:
-        """Mix, and let the momentum follow the whole change."""
+        """Mix, and update the momentum by the total change."""
         (round,) = context.rounds(step)
         mix(context, round, step)
         momenta, starts = context.memory("momentum"), context.memory("start")
         tensors = (context.parameters, momenta, starts, context.learning_rates())
         for x, m, start, lr in zip(*tensors, strict=True):
-            if lr > 0:  # else nothing moved by itself
+            if lr > 0:  # at a rate of 0, the change is mixing only, and would be divided by 0
                 m.mul_(self.mu).add_(start - x, alpha=(1 - self.mu) / lr)

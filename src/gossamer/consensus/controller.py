@@ -139,7 +139,7 @@ class TargetController:
         self._choose = choose
         self._schedule = schedule
         self._interval = interval
-        self.start(0)  # raises where the target cannot work on this schedule
+        self.start(0)  # raises now, not in training, if the target cannot work on this schedule
 
     @cached_property
     def _exact(self) -> Round:
@@ -156,13 +156,17 @@ class TargetController:
     def decide(self, seen: Observation, state: TargetState) -> tuple[Decision, TargetState]:
         """Return how to mix at this step, and the next state."""
         if seen.sketches is not None and not np.isfinite(seen.sketches).all():
-            seen = replace(seen, sketches=None)  # overflowed: they give no distance
+            # Overflowed. A NaN distance compares false with every target, and would count as small.
+            seen = replace(seen, sketches=None)
+        # Before the target is read: its phase may begin at this very step.
         memory = state.memory.observed(seen)
         target = self._target.value(seen, memory)
         if target == EXACT:
             return decided((self._exact,), seen, 0.0), TargetState(memory, state.held)
         decision, held = self._choose(seen, target, state.held)
         if target == PLAIN:
+            # Only distances of plain gossip calibrate: those under control are at their target, and
+            # the next target would be a fraction of that.
             memory = memory.mixed_plainly(seen, decision.distance)
         return decision, TargetState(memory, held)
 
@@ -172,7 +176,7 @@ class TargetController:
 
     def load(self, saved: dict[str, Any]) -> TargetState:
         """Return the state that ``save`` described."""
-        memory = self.start(0).memory
+        memory = self.start(0).memory  # has what is not saved, such as the steps of phases
         saved = saved if "memory" in saved else _upgraded(saved, memory)
         return TargetState(memory.load(saved["memory"]), saved["held"])
 

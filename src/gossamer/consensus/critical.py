@@ -163,7 +163,9 @@ class CriticalState:
             point=tuple(point.tolist()),
             gradient=tuple(gradient.tolist()),
         )
-        if num_workers != self.num_workers:  # other workers have another mean: no step of the path
+        # Other workers have another mean: the difference of two means would be taken for a step of
+        # the path, and bias L.
+        if num_workers != self.num_workers:
             return replace(state, displacement=())
         moved = point - np.array(self.point)
         state = replace(state, displacement=tuple(moved.tolist()))
@@ -184,7 +186,7 @@ class CriticalState:
         if self.run.mean == 0:
             return self
         slope = self.rise.mean / self.run.mean
-        # Mean of (rise − L·run)²: what the line does not explain.
+        # Mean of (rise − L·run)²: the residual of the regression.
         residual = (
             self.rise.mean_of_squares
             - 2 * slope * self.product.mean

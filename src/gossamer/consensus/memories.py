@@ -104,6 +104,7 @@ class PlainDistance(Memory):
     def mixed_plainly(self, seen: Observation, distance: float) -> PlainDistance:
         """One more distance, where this step calibrates."""
         calibrates = seen.step >= self.calibrates_from and self.at(seen.step) is None
+        # At a rate of 0, as in the first step of a warm-up, Ξ/η is not defined.
         if not calibrates or math.isnan(distance) or seen.lr == 0:
             return self
         total = self.total + (distance / seen.lr) ** 2
@@ -167,6 +168,8 @@ class PhaseMemory(Memory):
     @staticmethod
     def of(memories: Sequence[Memory], at: tuple[int, ...]) -> PhaseMemory:
         """Return the memory of phases whose targets have these; equal ones are shared."""
+        # By equality: a second target with an equal memory would calibrate again, in steps without
+        # control.
         members: list[Memory] = []
         for memory in memories:
             if memory not in members:
@@ -191,7 +194,7 @@ class PhaseMemory(Memory):
         else:
             phase = self.phase + (0 < seen.lr <= self.lr_before / 2)
         members = self.members
-        if phase != self.phase:
+        if phase != self.phase:  # before the observation, which is the first of the new phase
             members = tuple(memory.entered(seen.step) for memory in members)
         return replace(
             self,

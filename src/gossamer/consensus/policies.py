@@ -233,6 +233,7 @@ def _repeat(
     if target == PLAIN:
         return decided(rounds(1), seen, target), 1
     if seen.sketches is None or _is_at_rest(seen, target):
+        # Before the first choice, 0 is held: mix at least once.
         held = min(max(1, held), q_max)
         return decided(rounds(held), seen, target), held
     enough = max(target, _floor(seen.sketches))
@@ -243,6 +244,7 @@ def _repeat(
         mixed_nm = schedule.round(seen.step + tried).mixed(mixed_nm)
         tried += 1
         closer = sketch_distance(mixed_nm)
+        # Only rounds up to the last that helped are run: the others would cost bytes for nothing.
         if closer < (1 - _NOISE) * distance:
             count, distance = tried, closer
     return Decision(rounds(count), distance, target), count
@@ -259,6 +261,8 @@ def _thicken(
     if target == PLAIN:
         return decided(candidates[:1], seen, target), 0
     last = len(candidates) - 1
+    # Start from the last choice: a cheaper candidate must pass a lower threshold than the one that
+    # the last choice has to keep, or noise would switch between two of them at every observation.
     index = min(max(0, held), last)
     if seen.sketches is None or _is_at_rest(seen, target):
         return decided((candidates[index],), seen, target), index
@@ -274,11 +278,14 @@ def _thicken(
 def _wait(
     schedule: Schedule, most: int, seen: Observation, target: float, held: int
 ) -> tuple[Decision, int]:
-    # What is held is one number: exchanges made, and local steps since the last of them.
+    # One integer holds both: exchanges made, and local steps since the last of them, which are
+    # always fewer than ``most``.
     exchanges, local = divmod(held, most)
     near = seen.sketches is None or sketch_distance(seen.sketches) <= target
     if target != PLAIN and near and local + 1 < most:
         return decided((nobody(schedule.num_workers),), seen, target), held + 1
+    # By exchanges: if a one-peer schedule advanced with steps, a worker could get the same peer at
+    # every exchange, and workers would never mix as one.
     round = schedule.round(exchanges if schedule.counts == "exchanges" else seen.step)
     return decided((round,), seen, target), (exchanges + 1) * most
 

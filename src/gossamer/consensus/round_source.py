@@ -175,10 +175,10 @@ def make_round_source(
 
 
 def _check_name(control: Policy | Target) -> None:
-    """Raise on a default repr: the handshake and saved states could not tell settings apart."""
+    """Raise on a default repr: the handshake and saved states could not distinguish settings."""
     if type(control).__repr__ is object.__repr__:
         raise PlugInError(
-            f"a target or policy must have a repr that says its settings, got {control!r}; make "
+            f"a target or policy must have a repr with its settings, got {control!r}; make "
             f"{type(control).__name__} a dataclass, or give it a __repr__"
         )
 
@@ -223,7 +223,8 @@ class _Controlled:
 
     def _restart(self, state: Any, seen: Observation) -> None:
         self.decision: Decision | None = None
-        # - The input of the last decision, from which ``resume`` recomputes it
+        # - The input of the last decision, from which ``resume`` recomputes it. Checkpoints have
+        #   the state before it: from the state after it, memories would count the observation twice
         self._state = self._state_before = state
         self._seen = seen
         # - Collectives in flight for the next decision
@@ -234,7 +235,7 @@ class _Controlled:
 
     def before_update(self, step: int) -> None:
         # Compare the step and the state along with the rate: ranks in different states would start
-        # different collectives, and hang.
+        # different collectives, and deadlock.
         digest = digest_of_data(self._controller.save(self._state))
         self._lr = self._meter.begin_lr(f"a decision of {self._name} at {step} in state {digest}")
         needs = self._controller.needs(step + self._overlapped, self._state)
@@ -256,7 +257,7 @@ class _Controlled:
             gradients=gradients,
             points=_waited(self._points) if not self._overlapped else sketches,
         )
-        self._state_before = self._state
+        self._state_before = self._state  # decide() must not modify it; resume() needs it again
         return self.resume(step)
 
     def resume(self, step: int) -> tuple[Round, ...]:
@@ -277,7 +278,7 @@ class _Controlled:
         # A collective on every rank, whatever it loads: ranks with different states raise here.
         lr = self._meter.begin_lr(f"loading {'its' if own else 'no'} state into {self._name}")()
         if not own:
-            _log.warning("the state is not of %s, which starts anew at step %d", self._name, step)
+            _log.warning("the state is not of %s, which is reset at step %d", self._name, step)
             self._restart(self._controller.start(step), Observation(step=step, lr=lr))
             return
         self._restart(self._controller.load(state["state"]), Observation(step=step, lr=lr))

@@ -1,11 +1,11 @@
-"""Gossip inside the frameworks that people train with, one module each, with an extra of its name.
+"""Gossip inside training frameworks, one module each, with an extra of its name.
 
     accelerate     GossipAccelerator, for loops in the style of Accelerate
     lightning      GossipStrategy, for Lightning's Trainer
     transformers   GossipTrainer, for Hugging Face's Trainer
-    replicas       what a framework's checkpoint lacks: every worker's own state
+    replicas       every worker's own state, which the framework's checkpoint does not have
 
-All of them leave out the wrapper DDP, call ``decentralize`` on what the framework trains, give it
-the average where it evaluates and saves, and keep every worker's state beside its checkpoints. They
-use what a framework documents for subclasses; nothing here is imported by the rest of the package.
+All of them disable the DDP wrapper, call ``decentralize`` on the framework's model and optimizer,
+evaluate and save the average, and save every worker's state beside the framework's checkpoints.
+They use documented extension points of the frameworks, and nothing else imports them.
 """

@@ -1,4 +1,4 @@
-"""Accelerate with gossip: ``prepare`` decentralizes a model in place of wrapping it in DDP."""
+"""Accelerate with gossip: ``prepare`` decentralizes a model instead of wrapping it in DDP."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ with needed_by("GossipAccelerator needs", "accelerate"):
     from accelerate.utils import DistributedType
 
 _REPLICAS = "gossip"
-"""The folder inside of Accelerate's that every worker's state is in."""
+"""The folder inside of Accelerate's checkpoint that holds every worker's state."""
 
 _WRAPPED = (DistributedType.FSDP, DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
 
 
 def refuse_other_wrappers(accelerator: Accelerator) -> None:
-    """Raise where Accelerate was told to shard the model."""
+    """Raise if Accelerate is configured to shard the model."""
     if accelerator.distributed_type in _WRAPPED:
         raise UserError(
-            "gossip needs whole models, as DDP does, got an accelerator that uses "
+            "gossip needs a full replica per rank, as DDP does, got an accelerator that uses "
             f"{accelerator.distributed_type.value}; turn it off in the configuration of Accelerate"
         )
 
@@ -37,13 +37,14 @@ def refuse_other_wrappers(accelerator: Accelerator) -> None:
 class GossipAccelerator(Accelerator):
     """An Accelerator whose ``prepare(model, optimizer)`` decentralizes them.
 
-    ``save_state`` writes the average, and every worker's state beside it; ``load_state`` continues
-    from those. ``save_model`` and ``get_state_dict`` are of the average. All of them are collective
-    calls, as they are Accelerate's. ``gossip`` is the handle, for ``averaged()`` around evaluation.
+    ``save_state`` saves the average, and every worker's state beside it; ``load_state`` resumes
+    from these states. ``save_model`` and ``get_state_dict`` return the average. All of them are
+    collective calls, as in Accelerate. ``gossip`` is the handle, for ``averaged()`` around
+    evaluation.
 
     Args:
         decentralize: options of ``gossamer.decentralize``, such as ``{"topology": "ring"}``.
-        **options: Accelerator's. Without a GPU, ``cpu=True`` is what starts a process group.
+        **options: Accelerator's. Without a GPU, ``cpu=True`` is needed to start a process group.
     """
 
     def __init__(self, *, decentralize: dict[str, Any] | None = None, **options: Any) -> None:
@@ -59,7 +60,7 @@ class GossipAccelerator(Accelerator):
 
     @property
     def gossip(self) -> Gossip:
-        """The handle; there from when a model and its optimizers were prepared."""
+        """The handle; available after ``prepare`` of a model and its optimizers."""
         if self._gossip is None:
             raise UserError(
                 "gossip must have been started, got none so far; call "
@@ -78,17 +79,17 @@ class GossipAccelerator(Accelerator):
     def _decentralize(self, models: list[nn.Module], optimizers: list[Optimizer]) -> None:
         if len(models) != 1 or not optimizers or self._gossip is not None:
             raise UserError(
-                "prepare must be given one model with all optimizers that train it, once, got "
+                "prepare must be called once with one model and all optimizers that train it, got "
                 f"{len(models)} models and {len(optimizers)} optimizers"
                 f"{' again' if self._gossip else ''}; a model that is not trained needs "
                 "prepare_model(model, evaluation_mode=True)"
             )
-        # On its device, and without a wrapper, before its parameters move into buckets.
+        # Moved to its device before its parameters move into buckets: .to() would replace them.
         (self._trained,) = models
         self.prepare_model(self._trained)
         self._trainers = optimizers
         self._gossip = decentralize(self._trained, optimizers, **self._options)
-        if self.scaler:  # torch's skips a step on one rank alone
+        if self.scaler:  # torch's would skip a step on one rank only
             self.scaler = GradScaler(self._gossip)
 
     def prepare_model(
@@ -97,17 +98,17 @@ class GossipAccelerator(Accelerator):
         device_placement: bool | None = None,
         evaluation_mode: bool = True,
     ) -> Any:
-        """Prepare a model without DDP, which is all that evaluation mode leaves out."""
+        """Prepare a model without DDP: evaluation mode leaves out the wrapper and nothing else."""
         return super().prepare_model(model, device_placement, evaluation_mode=True)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """Return the average of all workers, where the model is the one that gossips."""
+        """Return the average of all workers, if the model is the one that gossips."""
         if model is self._trained and not self.gossip.is_closed:
             return self.gossip.averaged_state_dict()
         return super().get_state_dict(model, unwrap)
 
     def load_state(self, *args: Any, **options: Any) -> None:
-        """Load a state, and every worker's own model and moments with it."""
+        """Load a state, and every worker's own model and optimizer state."""
         if self._gossip is None:
             super().load_state(*args, **options)
             return
@@ -122,14 +123,14 @@ class GossipAccelerator(Accelerator):
             save_replicas(folder, self.gossip, self._trained, self._trainers)
 
     def _load_average(self, models: list[nn.Module], input_dir: str) -> None:
-        """Load the model in Accelerate's place, which takes views of a bucket for tied weights."""
+        """Load the model here: Accelerate would mistake views of a bucket for tied weights."""
         self._loaded_from = os.path.join(input_dir, _REPLICAS)
         if self._trained in models:
             models.remove(self._trained)
             self._trained.load_state_dict(load_file(os.path.join(input_dir, "model.safetensors")))
 
     def end_training(self) -> None:
-        """Close gossip, unless ``gossip.finalize()`` has, and end what Accelerate does."""
+        """Close gossip, unless ``gossip.finalize()`` has, and end Accelerate's trackers."""
         if self._gossip is not None:
             self._gossip.close()
         super().end_training()

@@ -1,4 +1,4 @@
-"""Lightning's Trainer with gossip in the place of DDP."""
+"""Lightning's Trainer with gossip instead of DDP."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ with needed_by("GossipStrategy needs", "lightning"):
     from lightning.pytorch.trainer.states import TrainerFn
 
 _REPLICAS = ".gossip"
-"""The ending of the folder beside a checkpoint of Lightning's that every worker's state is in."""
+"""The suffix of the folder beside a checkpoint of Lightning's that holds every worker's state."""
 
 
 @final
 class GossipStrategy(DDPStrategy):
     """A strategy for ``Trainer(strategy=GossipStrategy(...))``: DDP's processes, with gossip.
 
-    Validation is of the average of all workers, and ``fit`` ends with it in every rank's module.
-    Checkpoints have the average as their module; a folder beside each, named as the file with
-    ``.gossip`` at its end, has every worker's state, from which ``ckpt_path`` continues.
+    Validation runs on the average of all workers, and ``fit`` leaves it in every rank's module.
+    Checkpoints have the average as their module. A folder beside each, with the file's name and
+    the suffix ``.gossip``, has every worker's state, from which ``ckpt_path`` resumes.
 
     Args:
         decentralize: options of ``gossamer.decentralize``, such as ``{"topology": "ring"}``.
-        **options: DDPStrategy's that are about processes, such as ``process_group_backend``.
+        **options: DDPStrategy's options of processes, such as ``process_group_backend``.
     """
 
     strategy_name = "gossip"
@@ -49,7 +49,7 @@ class GossipStrategy(DDPStrategy):
 
     @property
     def gossip(self) -> Gossip:
-        """The handle; there from when ``fit`` has made the optimizers."""
+        """The handle; available after ``fit`` has created the optimizers."""
         if self._gossip is None:
             raise UserError(
                 "gossip must have been started, got none so far; call trainer.fit() first, or use "
@@ -60,7 +60,7 @@ class GossipStrategy(DDPStrategy):
     # - Training
 
     def configure_ddp(self) -> None:
-        """Leave out the wrapper."""
+        """Do not wrap the module in DDP."""
 
     def setup(self, trainer: Trainer) -> None:
         """Set up as DDP does, and decentralize the module with its optimizers."""
@@ -74,7 +74,7 @@ class GossipStrategy(DDPStrategy):
         self.gossip.finalize()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Tell the others what ended this rank."""
+        """Report the exception to the other ranks."""
         super().on_exception(exception)
         self._average.pop_all()
         if self._is_open:
@@ -83,20 +83,20 @@ class GossipStrategy(DDPStrategy):
     # - The average
 
     def on_validation_start(self) -> None:
-        """Have the average in the module."""
+        """Load the average into the module."""
         super().on_validation_start()
         if self._is_open:
             self._average.enter_context(self.gossip.averaged())
             self._validates = True
 
     def on_validation_end(self) -> None:
-        """Have each worker's own parameters back."""
+        """Restore each worker's own parameters."""
         self._average.close()
         self._validates = False
         super().on_validation_end()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the average. A collective call, as a checkpoint is made by all ranks."""
+        """Return the average. A collective call: all ranks save a checkpoint."""
         if self._is_open:
             return self.gossip.averaged_state_dict()
         return super().lightning_module_state_dict()
@@ -106,10 +106,11 @@ class GossipStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
     ) -> None:
-        """Save a checkpoint, and every worker's state beside it unless it is of weights only."""
+        """Save a checkpoint, and every worker's state beside it unless it has only weights."""
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if self._is_open and "optimizer_states" in checkpoint:
-            # Callbacks save at the end of a validation, inside of the average.
+            # Callbacks save at the end of validation, while modules hold the average: without
+            # restoring them first, all replicas would be saved as the average.
             validates = self._validates
             self._average.close()
             save_replicas(_beside(filepath), self.gossip, self._module, self.optimizers)
@@ -119,17 +120,17 @@ class GossipStrategy(DDPStrategy):
     def load_checkpoint(
         self, checkpoint_path: str | Path, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a checkpoint, and note where every worker's state is."""
+        """Load a checkpoint, and remember the folder of every worker's state."""
         self._loaded_from = _beside(checkpoint_path)
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     def load_optimizer_state_dict(self, checkpoint: Any) -> None:
-        """Load the optimizers' states, and then every worker's own."""
+        """Load the optimizers' states, and then overwrite them with every worker's own."""
         super().load_optimizer_state_dict(checkpoint)
         restore_replicas(self._loaded_from, self.gossip, self._module, self.optimizers)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove a checkpoint with every worker's state."""
+        """Remove a checkpoint, and every worker's state beside it."""
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
             shutil.rmtree(_beside(filepath), ignore_errors=True)

@@ -1,7 +1,7 @@
-"""What a framework's checkpoint lacks: every worker's own state, in a folder beside or inside it.
+"""Every worker's own state, in a folder beside or inside a framework's checkpoint.
 
-Frameworks save what one process has, for under DDP all have the same. Theirs is then the average,
-which any program can load; ours is what continues a run bit for bit.
+Frameworks save the state of one process, because under DDP all are equal. With gossip that is the
+average, which any program can load; every worker's own state resumes a run bit for bit.
 """
 
 from __future__ import annotations
@@ -27,29 +27,30 @@ PathLike: TypeAlias = str | os.PathLike[str]
 def save_replicas(
     folder: PathLike, gossip: Gossip, model: nn.Module, optimizers: Sequence[Optimizer]
 ) -> None:
-    """Save every worker's model and moments. A collective call, outside of ``averaged()``.
+    """Save every worker's model and optimizer state. A collective call, outside ``averaged()``.
 
-    As frameworks do, it overwrites: the folder holds this step, and no later one of another run.
+    Overwrites, as frameworks do: later steps of another run in the folder are removed.
     """
     others = CheckpointFolder(Path(folder), gossip.rank)
     for step in others.complete_steps():
         if step > gossip.num_steps:
             shutil.rmtree(others.of(step), ignore_errors=True)
-    gossip.gather(0)  # none saves before all have removed
+    gossip.gather(0)  # a barrier: a rank that is late must not remove what another has just saved
     _checkpoints(folder, gossip, model, optimizers).save()
 
 
 def restore_replicas(
     folder: PathLike, gossip: Gossip, model: nn.Module, optimizers: Sequence[Optimizer]
 ) -> None:
-    """Continue from what ``save_replicas`` wrote. A collective call.
+    """Resume from the states that ``save_replicas`` wrote. A collective call.
 
-    Where there is nothing, the framework's own checkpoint is what the run goes on from, which all
-    workers have loaded: one model, and one worker's moments.
+    If there are none, the run continues from the framework's own checkpoint, which all workers have
+    loaded: one model, and one worker's optimizer state.
     """
     if not _checkpoints(folder, gossip, model, optimizers).restore() and gossip.rank == 0:
         _log.warning(
-            "%s has no states of workers: they start from one model, and from one's moments", folder
+            "%s has no states of workers: they start from one model and one worker's moments",
+            folder,
         )
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer with gossip in the place of DDP."""
+"""Hugging Face's Trainer with gossip instead of DDP."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ with needed_by("GossipTrainer needs", "transformers"):
     from transformers.trainer_utils import get_last_checkpoint
 
 _REPLICAS = "gossip"
-"""The folder inside of a checkpoint of Trainer's that every worker's state is in."""
+"""The folder inside of a checkpoint of Trainer's that holds every worker's state."""
 
 
 class GossipTrainer(Trainer):
-    """Trainer, whose ``train()`` gossips, and ends with the average in every rank's model.
+    """A Trainer whose ``train()`` gossips, and leaves the average in every rank's model.
 
-    ``evaluate``, ``predict`` and ``save_model`` are of the average of all workers while training.
+    During training, ``evaluate``, ``predict`` and ``save_model`` use the average of all workers.
     Checkpoints have the average as their model, and a folder with every worker's state, from which
-    ``resume_from_checkpoint`` continues bit for bit.
+    ``resume_from_checkpoint`` resumes bit for bit.
 
     Args:
-        *args: as Trainer's.
+        *args: those of Trainer.
         decentralize: options of ``gossamer.decentralize``, such as ``{"topology": "ring"}``.
-        **options: as Trainer's.
+        **options: those of Trainer.
     """
 
     def __init__(
@@ -47,15 +47,15 @@ class GossipTrainer(Trainer):
         super().__init__(*args, **options)
         if self.args.auto_find_batch_size:
             raise UserError(
-                "all ranks must take the same steps, got auto_find_batch_size, by which each would "
-                "choose for itself; set per_device_train_batch_size"
+                "all ranks must take the same steps, got auto_find_batch_size, which chooses on "
+                "each rank by itself; set per_device_train_batch_size"
             )
         self._around = _AroundTraining(self)
         self.add_callback(self._around)
 
     @property
     def gossip(self) -> Gossip:
-        """The handle; there from when ``train()`` has made the optimizer."""
+        """The handle; available after ``train()`` has created the optimizer."""
         if self._gossip is None:
             raise UserError(
                 "gossip must have been started, got none so far; call train() first, or use it in "
@@ -66,7 +66,7 @@ class GossipTrainer(Trainer):
     # - Training
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Make an accelerator that leaves out DDP, as its evaluation mode does."""
+        """Create an accelerator that does not wrap models in DDP, as in its evaluation mode."""
         super().create_accelerator_and_postprocess()
         refuse_other_wrappers(self.accelerator)
         self.accelerator.prepare_model = functools.partial(
@@ -74,13 +74,14 @@ class GossipTrainer(Trainer):
         )
 
     def create_optimizer(self, *args: Any, **options: Any) -> Optimizer:
-        """Make the optimizer, and decentralize the model with it."""
+        """Create the optimizer, and decentralize the model with it."""
         optimizer = super().create_optimizer(*args, **options)
         if self._gossip is None or self._gossip.is_closed:
-            # On its device before parameters move into buckets; later this call does nothing.
+            # Moved to its device before its parameters move into buckets: .to() would replace them.
+            # Trainer's own call later does nothing.
             self.accelerator.prepare_model(self._trained)
             self._gossip = decentralize(self._trained, _inside(optimizer), **self._options)
-            if self.accelerator.scaler is not None:  # torch's skips a step on one rank alone
+            if self.accelerator.scaler is not None:  # torch's would skip a step on one rank only
                 self.accelerator.scaler = GradScaler(self._gossip)
         return optimizer
 
@@ -96,23 +97,23 @@ class GossipTrainer(Trainer):
     # - The average
 
     def evaluate(self, *args: Any, **options: Any) -> Any:
-        """Evaluate the average. A collective call, as Trainer's is."""
+        """Evaluate the average. A collective call, as in Trainer."""
         with self._averaged():
             return super().evaluate(*args, **options)
 
     def predict(self, *args: Any, **options: Any) -> Any:
-        """Predict by the average. A collective call, as Trainer's is."""
+        """Predict with the average. A collective call, as in Trainer."""
         with self._averaged():
             return super().predict(*args, **options)
 
     def save_model(self, *args: Any, **options: Any) -> None:
-        """Save the average. A collective call: on every rank, of which one writes."""
+        """Save the average. A collective call on all ranks, one of which writes."""
         with self._averaged():
             super().save_model(*args, **options)
 
     @contextlib.contextmanager
     def _averaged(self) -> Generator[None]:
-        """Have the average in the model; also where one of these calls makes another."""
+        """Load the average into the model during the block; nested blocks do nothing."""
         if self._gossip is None or self._gossip.is_closed or self._averages:
             yield
             return
@@ -130,14 +131,14 @@ class GossipTrainer(Trainer):
 
 
 class _AroundTraining(TrainerCallback):
-    """What belongs to the moments when a trainer's loop begins, saves and ends."""
+    """Callbacks at the start of the trainer's loop, when it saves, and at its end."""
 
     def __init__(self, trainer: GossipTrainer) -> None:
         self._trainer = trainer
         self.resumed_from = ""
 
     def on_train_begin(self, *_: Any, model: Any, optimizer: Any, **__: Any) -> None:
-        """Go on from every worker's state, when Trainer has loaded what it saved."""
+        """Resume from every worker's state, after Trainer has loaded its own checkpoint."""
         if self.resumed_from:
             folder = os.path.join(self.resumed_from, _REPLICAS)
             restore_replicas(folder, self._trainer.gossip, model, [_inside(optimizer)])
@@ -145,16 +146,16 @@ class _AroundTraining(TrainerCallback):
     def on_save(
         self, args: Any, state: Any, *_: Any, model: Any, optimizer: Any, **__: Any
     ) -> None:
-        """Save every worker's state, when Trainer has made the folder and removed older ones."""
+        """Save every worker's state, after Trainer has created the folder and removed old ones."""
         if not args.save_only_model:
             folder = os.path.join(args.output_dir, f"checkpoint-{state.global_step}", _REPLICAS)
             save_replicas(folder, self._trainer.gossip, model, [_inside(optimizer)])
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        """Come last: whatever Trainer loaded at the end is what all ranks average."""
+        """Finalize last: the average must be of what Trainer has loaded at its end."""
         self._trainer.gossip.finalize()
 
 
 def _inside(optimizer: Any) -> Optimizer:
-    """Return torch's optimizer from Accelerate's around it, which takes no hooks."""
+    """Return torch's optimizer inside Accelerate's wrapper, which does not support hooks."""
     return getattr(optimizer, "optimizer", optimizer)

@@ -1,9 +1,9 @@
-"""Every rank's row on every rank, in as many messages as the logarithm of their number.
+"""All-gather in log2(n) messages per rank, for any number of ranks.
 
-Gloo gathers along a ring: at a thousand ranks a row passes through a thousand of them, and each
-handles a thousand messages. A controller asks for all ranks' sketches at every step, so here they
-travel as in Bruck et al. (1997): at distance 1, 2, 4, ... a rank hands on all that it has, and has
-twice as much after it. The bytes are the same, and any number of ranks will do.
+Gloo gathers along a ring: at a thousand ranks a row makes a thousand hops, and each rank sends a
+thousand messages. A controller needs all ranks' sketches at every step, so they are gathered as in
+Bruck et al. (1997): at distances 1, 2, 4, ... a rank forwards all rows that it has, which doubles
+the rows of its receiver. The number of bytes is the same.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from gossamer.gossip.connections import Connections
 from gossamer.topology.graphs import powers_of_two_below
 
 _TAG = 1 << 24
-"""Of the first message; above all buckets', whose connections these may share."""
+"""The lowest tag; above the tags of all buckets, which may use the same connections."""
 
 
 class _Hop(NamedTuple):
-    """Whom a rank receives from and sends to at one distance."""
+    """The peers that a rank receives from and sends to at one distance."""
 
     distance: int
     source: int
@@ -35,8 +35,8 @@ class AllGather:
     """Gathers rows from all ranks over Gloo, on a thread of its own.
 
     Args:
-        connections: how to reach the ranks at distances that are powers of two. They are connected
-            here, so all ranks do this at the same place among what they open.
+        connections: connects ranks at distances that are powers of two. That blocks, so all ranks
+            must construct this in the same order among the connections that they open.
     """
 
     def __init__(self, connections: Connections) -> None:
@@ -52,30 +52,31 @@ class AllGather:
             connections.open_lanes(frozenset(lanes))
 
     def begin(self, row: Tensor, what: str) -> Callable[[], Tensor]:
-        """Begin to collect a vector from every rank; return the function that waits for them all.
+        """Start to gather a vector from every rank; return the function that waits for them.
 
         Args:
-            row: this rank's, [m]; of one size and dtype on all ranks.
-            what: what is waited for, for whoever asks why it failed.
+            row: this rank's vector, [m]; of the same size and dtype on all ranks.
+            what: what the vectors are, for error messages.
         """
         rows = row.new_empty(self._connections.size, len(row))
         rows[0] = row
-        # Tasks run in the order in which they were begun, which is the same on all ranks, so a
-        # message cannot be taken for another gather's. Those of another kind or size have other
-        # tags: Gloo ends a process that gets more bytes than it has room for.
+        # Tasks run in the order of submission, which is the same on all ranks, so messages of two
+        # gathers cannot be confused. If ranks disagree on the gather, the tag by dtype and size
+        # makes the wait time out: Gloo aborts a process that receives more bytes than it posted.
         tag = (2 * _TAG if row.is_floating_point() else _TAG) + row.nbytes
         done = self._collector.submit(lambda: self._exchange(rows, tag, what))
 
         def collect() -> Tensor:
             done.result()
-            return rows.roll(self._connections.rank, 0)  # they begin with this rank's own
+            return rows.roll(self._connections.rank, 0)  # rows[0] is this rank's own
 
         return collect
 
     def _exchange(self, rows: Tensor, tag: int, what: str) -> None:
         begin, lane = self._connections.begin, self._connections.lane
         rank, everyone = self._connections.rank, self._connections.everyone
-        others = self._connections.others_in(everyone)  # whoever is late, all wait in the end
+        # Errors name all others as possible causes: a late rank delays every hop after its own.
+        others = self._connections.others_in(everyone)
         for distance, source, target in self._hops:
             missing = rows[distance : 2 * distance]
             held = rows[: len(missing)]
@@ -85,7 +86,7 @@ class AllGather:
             sent()
 
     def wait_idle(self, seconds: float) -> bool:
-        """Return whether the thread waits for nothing, within a time."""
+        """Wait until the thread is idle; return whether it is before the timeout."""
         return self._collector.wait_idle(seconds)
 
     def close(self) -> None:

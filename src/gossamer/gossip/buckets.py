@@ -1,8 +1,8 @@
 """Parameters as views of flat tensors.
 
-What is sent, received and mixed is a bucket: one flat tensor that holds many parameters of one
-dtype. A parameter keeps its identity, shape and strides; only its storage moves into the bucket.
-So ``state_dict`` keys, optimizers and tied weights know nothing of it.
+Buckets are sent, received and mixed: flat tensors that each hold many parameters of one dtype. A
+parameter keeps its identity, shape and strides; only its storage moves into the bucket. So
+``state_dict`` keys, optimizers and tied weights are not affected.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def flatten_(tensors: Iterable[Tensor], bucket_mb: float, slices: int = 1) -> li
     """Move dense tensors into buckets of about the given size, in their order; return the buckets.
 
     Args:
-        tensors: each once, all on one device. Those of one dtype share buckets.
-        bucket_mb: where a bucket is full, in megabytes; a larger tensor gets one of its own.
-        slices: of one length each, that a bucket can be cut into.
+        tensors: without duplicates, all on one device. Those of one dtype share buckets.
+        bucket_mb: capacity of a bucket in megabytes; a larger tensor gets a bucket of its own.
+        slices: pad each bucket so that it splits into this many aligned slices of equal length.
     """
     tensors = [*tensors]
     buckets = bucket_indices(tensors, bucket_mb)
@@ -32,7 +32,7 @@ def flatten_(tensors: Iterable[Tensor], bucket_mb: float, slices: int = 1) -> li
 
 
 def unflatten_(tensors: Iterable[Tensor]) -> None:
-    """Give tensors storage of their own again."""
+    """Move tensors out of their buckets, into storage of their own."""
     for tensor in tensors:
         tensor.data = tensor.data.clone()  # keeps the strides of dense tensors
 
@@ -55,8 +55,8 @@ def _move_into_bucket_(tensors: Sequence[Tensor], slices: int) -> Tensor:
     for tensor in tensors:
         starts.append(end)
         end += -(-tensor.numel() // align) * align
-    # Zeros, not empty: the padding is sent and averaged with the rest, and must stay finite. Where
-    # all tensors are empty there is padding alone, so that any bucket can hold a mark.
+    # Zeros, not empty: the padding is sent and averaged with the rest, and must stay finite. A
+    # bucket of empty tensors has padding too, as every bucket must be able to hold a mark.
     length = -(-max(end, align) // (slices * align)) * slices * align
     flat = torch.zeros(length, dtype=tensors[0].dtype, device=tensors[0].device)
     for start, tensor in zip(starts, tensors, strict=True):

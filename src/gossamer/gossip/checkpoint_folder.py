@@ -1,15 +1,15 @@
-"""The files of checkpoints in a folder, each atomic, verified when they are read.
+"""The files of checkpoints in a folder: written atomically, verified when read.
 
-    <folder>/step-00000120/rank-00003-<checksum>.safetensors      what rank 3 wrote
+    <folder>/step-00000120/rank-00003-<checksum>.safetensors      the state of rank 3
                            checkpoint.json                        the checksums of all ranks
 
 Note [Atomic checkpoints]
-Every file is written aside, brought to the disk and renamed. The manifest comes when all ranks have
-told each other their checksums, so where there is one, all files that it names are there. File
-names contain checksums: saving a step again leaves the files of the first time as they are until
-the new manifest has taken the place of the old one. What is removed loses its manifest first.
-Every rank writes the manifest and removes what is old, so the folder may be one for all ranks or a
-local one on each host. Ranks compare the manifests they read before they use what these name.
+Every file is written under a temporary name, synced to disk and renamed. The manifest is written
+after all ranks have gathered their checksums, so if it exists, all files that it names exist. File
+names contain checksums: saving a step again keeps the files of the first time until the new
+manifest has replaced the old one. Removing a checkpoint removes its manifest first. Every rank
+writes the manifest and removes old checkpoints, so the folder may be shared by all ranks or local
+to each node. Ranks compare the manifests that they read before they use the files.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gossamer.gossip import snapshot
 _MANIFEST = "checkpoint.json"
 _VERSION = 1
 _MANIFEST_BYTES = 2**22
-"""The most that a manifest may have: about 200,000 ranks."""
+"""The largest manifest that is read: about 200,000 ranks."""
 
 
 class Found(NamedTuple):
@@ -45,10 +45,10 @@ class Found(NamedTuple):
 
 
 def _weight_of(state: snapshot.StateDict) -> Callable[[snapshot.Place], float]:
-    """Return how much each tensor of a worker counts in an average.
+    """Return the weight of each tensor of a worker in the average of all.
 
-    Under push-sum parameters do by the worker's weight, and nothing else: moments and statistics
-    are of steps that all workers took alike.
+    Under push-sum parameters have the worker's weight. Moments and statistics do not: their means
+    are plain, as all workers took the same number of steps.
     """
     gossip: Any = state.get("gossip")
     algorithm = gossip.get("algorithm") if isinstance(gossip, dict) else None
@@ -57,7 +57,7 @@ def _weight_of(state: snapshot.StateDict) -> Callable[[snapshot.Place], float]:
     if not isinstance(weight, Tensor) or weight.numel() != 1:
         return lambda path: 1.0
     own = float(weight)
-    # ("objects", what it is called, the name in its state)
+    # A path is ("objects", name of the object, key in its state).
     return lambda path: own if path[0] == "objects" and {*path[2:3]} & weighed else 1.0
 
 
@@ -66,8 +66,8 @@ class CheckpointFolder:
     """One rank's view of the checkpoints in a folder; see Note [Atomic checkpoints].
 
     Args:
-        path: the folder, which need not be there yet.
-        rank: whose part is written.
+        path: the folder; it is created by the first save.
+        rank: the rank whose part is written.
     """
 
     def __init__(self, path: Path, rank: int) -> None:
@@ -85,17 +85,17 @@ class CheckpointFolder:
         found: list[int] = []
         for path in self.path.glob("step-*"):
             match = re.fullmatch(r"step-([0-9]{8,18})", path.name)
-            # A link leads to what is not ours to read, and never to remove.
+            # Never follow a link: removal would delete files outside of the folder.
             if match and self.of(int(match[1])) == path and _is_own_folder(path):
                 found.append(int(match[1]))
         return sorted(found)
 
     def complete_steps(self) -> list[int]:
-        """Return the steps whose checkpoint has been written by all ranks, oldest first."""
+        """Return the steps whose checkpoint is complete on all ranks, oldest first."""
         return [step for step in self.steps() if (self.of(step) / _MANIFEST).exists()]
 
     def write_part(self, step: int, state: snapshot.StateDict) -> int:
-        """Write what this rank saves of a step; return its checksum."""
+        """Write this rank's part of a checkpoint; return its checksum."""
         folder = self.of(step)
         folder.mkdir(parents=True, exist_ok=True)
         if not _is_own_folder(folder):
@@ -108,7 +108,7 @@ class CheckpointFolder:
         return checksum
 
     def write_manifest(self, step: int, checksums: list[int]) -> None:
-        """Make a checkpoint complete, when all ranks have written their parts."""
+        """Complete a checkpoint, after all ranks have written their parts."""
         folder = self.of(step)
         self._aside(folder).unlink(missing_ok=True)
         with self._aside(folder).open("x") as file:
@@ -118,11 +118,11 @@ class CheckpointFolder:
         _publish(self._aside(folder), folder / _MANIFEST)
 
     def read(self, step: int, num_workers: int) -> Found:
-        """Return what this rank, or the average of all, has saved at a step.
+        """Read this rank's part of a checkpoint, or the average of all parts.
 
         Args:
-            step: of the checkpoint.
-            num_workers: where another number was saved, their average is read.
+            step: the step of the checkpoint.
+            num_workers: if the checkpoint is of another number, the average is read.
         """
         folder = self.of(step)
         manifest_id = snapshot.checksum_of(folder / _MANIFEST)
@@ -142,13 +142,13 @@ class CheckpointFolder:
         return Found(folder, manifest_id, len(checksums), state)
 
     def remove_before(self, step: int, keep: int, damaged: Collection[int]) -> None:
-        """Remove checkpoints that a complete one makes superfluous, unfinished ones among them.
+        """Remove old checkpoints, incomplete ones included.
 
-        Nothing later than this step: another rank may already be writing the next one.
+        Never one later than this step: another rank may already be writing it.
 
         Args:
-            step: of the one that is now complete.
-            keep: how many stay, of those that are not damaged.
+            step: the step of the newest complete checkpoint.
+            keep: the number of checkpoints to keep, not counting damaged ones.
             damaged: steps that could not be read.
         """
         usable = [s for s in self.complete_steps() if s <= step and s not in damaged]
@@ -157,7 +157,7 @@ class CheckpointFolder:
                 self.remove(saved)
 
     def remove(self, step: int) -> None:
-        """Remove a checkpoint, its manifest first: what is left of it is not complete."""
+        """Remove a checkpoint, its manifest first: if interrupted, the rest is incomplete."""
         if self.of(step).is_symlink():
             return
         with contextlib.suppress(OSError):  # another rank may have been faster
@@ -165,11 +165,11 @@ class CheckpointFolder:
         shutil.rmtree(self.of(step), ignore_errors=True)
 
     def remove_other_parts(self, step: int, checksum: int) -> None:
-        """Remove what this rank had written of a step before it wrote the part that stays."""
+        """Remove the parts of this rank from earlier saves of a step."""
         folder = self.of(step)
         for path in folder.glob(f"{_prefix(self._rank)}*"):
             if path != _part(folder, self._rank, checksum):
-                with contextlib.suppress(OSError):  # none of ours
+                with contextlib.suppress(OSError):  # a folder, for example: not written by us
                     path.unlink()
 
     def _aside(self, folder: Path) -> Path:
@@ -189,7 +189,7 @@ def _part(folder: Path, rank: int, checksum: int) -> Path:
 
 
 def _publish(aside: Path, final: Path) -> None:
-    """Give a file that is on the disk its name, there too."""
+    """Rename a synced file, and sync its folders: else a crash could lose the name."""
     os.replace(aside, final)
     for folder in (final.parent, final.parent.parent):
         sync_folder(folder)
@@ -206,5 +206,5 @@ def _read_manifest(path: Path) -> list[int]:
         if checksums and text == _manifest_of(checksums):
             return checksums
     except (ValueError, TypeError, LookupError, RecursionError):
-        pass  # said below
+        pass  # raises below
     raise snapshot.DamagedError(f"{path} is not a manifest of version {_VERSION}")

@@ -1,6 +1,6 @@
-"""Checkpoints of a run on all ranks: all of them save and restore together, or none does.
+"""Checkpoints of a run: all ranks save and restore the same step, or none does.
 
-The files are in ``checkpoint_folder``, what is in each of them in ``snapshot``.
+``checkpoint_folder`` has the layout of the files, ``snapshot`` the content of each.
 """
 
 from __future__ import annotations
@@ -27,32 +27,31 @@ _log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 _NOTHING = -1
-"""What a rank sends where it has no checkpoint, or cannot read or write one."""
+"""Gathered from a rank that has no checkpoint, or cannot read or write one."""
 
 
 class Stateful(Protocol):
-    """A model, an optimizer, a scheduler, or anything else that continues from a state."""
+    """A model, an optimizer, a scheduler, or any other object with a state to save."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state."""
         ...
 
     def load_state_dict(self, state: dict[str, Any], /) -> Any:
-        """Continue from a state."""
+        """Load a state that ``state_dict`` returned."""
         ...
 
 
 @final
 class Checkpoints:
-    """Saves a run in a folder, and continues it from there.
+    """Saves checkpoints of a run in a folder, and resumes from them.
 
     Args:
-        folder: one for all ranks, or on each host a local one that holds what its ranks wrote.
-        gossip: whose ranks save together.
-        keep: how many checkpoints stay; older ones are removed when a new one is complete.
-        check_every: how often, in steps, ``interrupted()`` lets ranks tell each other whether they
-            were interrupted.
-        **objects: whatever has a state to save, by name: the model, each optimizer, a scheduler.
+        folder: shared by all ranks, or a local one on each node for the files of its ranks.
+        gossip: the handle of the run; its ranks save together.
+        keep: the number of checkpoints to keep; older ones are removed when a new one is complete.
+        check_every: the number of steps between two comparisons of ``interrupted()`` across ranks.
+        **objects: the objects to save, by name: the model, each optimizer, a scheduler.
     """
 
     def __init__(
@@ -69,25 +68,25 @@ class Checkpoints:
         self._worker = worker_of(gossip)
         if self._worker.replica.is_sharded:
             raise UserError(
-                "Checkpoints writes replicas that are whole on a rank, got shards of FSDP2; save "
-                "them by torch.distributed.checkpoint, as docs/fsdp.md shows"
+                "Checkpoints needs a full replica on each rank, got shards of FSDP2; save them "
+                "by torch.distributed.checkpoint, as docs/fsdp.md shows"
             )
         self._path = Path(folder)
-        CheckpointFolder(self._path, gossip.rank)  # refuses what cannot be one
+        CheckpointFolder(self._path, gossip.rank)  # raises now where the path cannot be a folder
         self._objects = objects
         self._keep = keep
         self._restored = False
         self._passed_over: set[int] = set()
         # - Stopping all ranks at one step
         self._check_every = check_every
-        self._asked_to_stop = False
+        self._stop_requested = False
         self._stopping = False
-        self._answers: Callable[[], list[int]] = list
+        self._flags: Callable[[], list[int]] = list
         for name, number in (("keep", keep), ("check_every", check_every)):
             if not isinstance(number, int) or number < 1:  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise UserError(
-                    f"{name} must be a whole number of at least 1, got {number}; leave it out for "
-                    "the default, and give an object of that name another"
+                    f"{name} must be an integer of at least 1, got {number}; leave it out for the "
+                    "default, and rename an object of that name"
                 )
         stateless = [name for name, thing in objects.items() if not _is_stateful(thing)]
         if stateless or not objects:
@@ -98,15 +97,15 @@ class Checkpoints:
 
     @property
     def _folder(self) -> CheckpointFolder:
-        return CheckpointFolder(self._path, self._gossip.rank)  # which another worker's end changes
+        return CheckpointFolder(self._path, self._gossip.rank)  # the rank changes with the epoch
 
     # - Saving
 
     def save(self) -> None:
-        """Save this step, after ``optimizer.step()``. A collective call.
+        """Save a checkpoint of this step, after ``optimizer.step()``. A collective call.
 
-        When it returns, the checkpoint is complete on all ranks. Where a rank cannot write its
-        part, all ranks raise, and the checkpoints before stay.
+        When it returns, the checkpoint is complete on all ranks. If a rank cannot write its part,
+        all ranks raise, and earlier checkpoints stay.
         """
         step = self._gossip.num_steps
 
@@ -121,11 +120,11 @@ class Checkpoints:
         _log.info("saved step %d in %s", step, self._folder.of(step))
 
     def _do_on_all(self, part: Callable[[], int | None], step: int) -> list[int]:
-        """Do this rank's part and return what all ranks got; raise on all where one fails."""
+        """Run this rank's part, and return the results of all; raise on all ranks if one fails."""
         try:
             result = part() or 0
         except Exception:
-            self._worker.gather(_NOTHING)
+            self._worker.gather(_NOTHING)  # the others wait in the same gather, below
             raise
         results = self._worker.gather(result)
         failed = [rank for rank, result in enumerate(results) if result == _NOTHING]
@@ -145,7 +144,7 @@ class Checkpoints:
         return self._folder.write_part(step, state)
 
     def _check_history(self, step: int) -> None:
-        """Raise where a run would save among the checkpoints of another."""
+        """Raise if the folder has later checkpoints that this run did not resume from."""
         newest = max(self._folder.complete_steps(), default=step)
         if newest > step and not self._restored:
             raise UserError(
@@ -157,14 +156,14 @@ class Checkpoints:
     # - Restoring
 
     def restore(self) -> bool:
-        """Continue from the newest checkpoint that is complete on all ranks. A collective call.
+        """Resume from the newest checkpoint that is complete on all ranks. A collective call.
 
-        Where a rank cannot read its part, which is logged, all ranks take the one before. A run of
-        another number of workers continues from the average of its replicas. A worker that has
-        just joined others has what it needs, and reads nothing.
+        If a rank cannot read its part, which is logged, all ranks fall back to the checkpoint
+        before it. On another number of workers, the run continues from the average of the saved
+        replicas. A worker that has just joined has its state from its donor, and reads nothing.
 
         Returns:
-            Whether there was one; where not, nothing has changed.
+            Whether a checkpoint was found. If not, nothing has changed.
         """
         if self._worker.step.has_just_joined:
             self._restored = True
@@ -177,6 +176,8 @@ class Checkpoints:
 
     def _find(self) -> Found | None:
         self._passed_over.clear()
+        # Every rank runs the loop equally often, because it ends by gathered values only: ranks
+        # that gather different numbers of times would deadlock.
         while (step := self._newest_left()) != _NOTHING:
             found, reason = None, ""
             try:
@@ -197,14 +198,14 @@ class Checkpoints:
             )
         if self._passed_over:
             raise UserError(
-                f"one checkpoint in {self._folder.path} must be whole on all ranks, got damaged or "
-                f"missing parts in all, at steps {sorted(self._passed_over)}; the log says which. "
-                "Bring them back, or choose another folder to start from scratch"
+                f"a checkpoint in {self._folder.path} must be complete on all ranks, got damaged "
+                f"or missing parts in all, at steps {sorted(self._passed_over)}; the log says "
+                "which. Copy them back, or choose another folder to start from scratch"
             )
         return None
 
     def _newest_left(self) -> int:
-        """Return the newest step that a rank has, older than those passed over."""
+        """Return the newest step that any rank has, older than those passed over."""
         oldest = min(self._passed_over, default=sys.maxsize)
         steps = [step for step in self._folder.complete_steps() if step < oldest]
         return max(self._worker.gather(max(steps, default=_NOTHING)))
@@ -213,7 +214,7 @@ class Checkpoints:
         gossip, folder, state = self._gossip, found.folder, found.state
         if state["objects"].keys() != self._objects.keys():
             raise UserError(
-                f"{folder} must be loaded into what was saved, {[*state['objects']]}, got "
+                f"{folder} must be loaded into the objects that it has, {[*state['objects']]}, got "
                 f"{[*self._objects]}; pass the same names to Checkpoints"
             )
         if found.num_workers != gossip.num_workers:
@@ -223,7 +224,7 @@ class Checkpoints:
                 gossip.num_workers,
             )
             state["gossip"].update(num_workers=gossip.num_workers, rank=gossip.rank)
-            for kept in ("algorithm", "wire"):  # of other members: they start anew
+            for kept in ("algorithm", "wire"):  # belongs to the saved workers: reset
                 state["gossip"].pop(kept, None)
         with gossip.drained(keep_changes=True):
             for name, thing in self._objects.items():
@@ -239,7 +240,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def on_sigterm(self) -> Generator[None]:
-        """Let SIGTERM interrupt the run, and not end this process, until the block ends."""
+        """Call ``interrupt()`` on SIGTERM, instead of ending the process, during the block."""
         if threading.current_thread() is not threading.main_thread():
             raise UserError(
                 "signals arrive in the main thread, got on_sigterm() in another one; install a "
@@ -252,35 +253,37 @@ class Checkpoints:
             signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
     def interrupt(self) -> None:
-        """Ask all ranks to stop; from any thread of any rank, as SIGTERM does."""
-        self._asked_to_stop = True
+        """Request that all ranks stop; callable from any thread of any rank, as by SIGTERM."""
+        self._stop_requested = True
 
     def interrupted(self) -> bool:
         """Return whether a rank was interrupted, at the same step on all ranks.
 
-        Call it once per step, on all ranks. Every ``check_every`` steps ranks begin to tell each
-        other, and read what they told the time before: that costs no waiting, and comes
-        ``check_every`` to twice as many steps after the signal.
+        Call it once per step, on all ranks. Every ``check_every`` steps ranks start an all-gather
+        of their flags, and read the result of the one before. So it does not block, and returns
+        True ``check_every`` to twice as many steps after the signal.
         """
-        # By the step, and not by the call: a worker that joins has made fewer of these.
+        # By the step, not by a count of calls: a worker that joined has made fewer of them, and
+        # ranks that start the all-gather at different steps would deadlock.
         if not self._stopping and self._gossip.num_steps % self._check_every == 0:
-            # The ranks of one place in all nodes know; the others of each node must stop, too.
-            told = self._unless_lost(lambda: int(any(self._answers())), 0)
-            self._stopping = any(self._worker.within.gather(told, "whether to stop"))
+            # Each rank has the flags of its own place in every node. The ranks of a node must
+            # stop at the same step, or the gradient all-reduce within the node would deadlock.
+            requested = self._unless_lost(lambda: int(any(self._flags())), 0)
+            self._stopping = any(self._worker.within.gather(requested, "whether to stop"))
             if not self._stopping:
-                self._answers = self._unless_lost(self._begin_asking, list)
+                self._flags = self._unless_lost(self._begin_gathering_flags, list)
         return self._stopping
 
-    def _begin_asking(self) -> Callable[[], list[int]]:
+    def _begin_gathering_flags(self) -> Callable[[], list[int]]:
         if self._worker.step.is_alone:
             return list
-        what = "every rank to say whether it was interrupted"
-        return self._worker.begin_gather(int(self._asked_to_stop), what)
+        what = "whether a rank was interrupted"
+        return self._worker.begin_gather(int(self._stop_requested), what)
 
     def _unless_lost(self, part: Callable[[], _Result], otherwise: _Result) -> _Result:
-        """Return what a part returns; another result where a worker was lost in the middle of it.
+        """Return the result of a part, or ``otherwise`` if a worker was lost during it.
 
-        The next step finds out who is left, and they ask again.
+        The next step starts an epoch of the survivors, which gather their flags again.
         """
         try:
             return part()
@@ -295,10 +298,10 @@ _GOSSIP_KEYS = {"num_workers", "rank", "topology", "num_steps", "control"}
 
 
 def _checked(found: Found) -> Found:
-    """Return a checkpoint that is one of a gossip and its objects; another may have its format."""
+    """Validate that a checkpoint holds a gossip and objects; another file may have its format."""
     objects, gossip = found.state.get("objects"), found.state.get("gossip")
     if not isinstance(objects, dict) or not isinstance(gossip, dict) or _GOSSIP_KEYS - {*gossip}:
-        raise DamagedError(f"{found.folder} must hold a gossip and its objects, got others")
+        raise DamagedError(f"{found.folder} must hold a gossip and its objects, got other keys")
     return found
 
 

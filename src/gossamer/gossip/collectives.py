@@ -1,7 +1,7 @@
-"""What travels in collectives, which every rank must take part in, in the same order.
+"""Collective operations: every rank must start them, in the same order.
 
-They have connections or tags of their own: a call that one rank makes alone must not be taken for
-its part in a round.
+They have connections or tags of their own: a collective that one rank starts alone must not be
+mistaken for a message of a round.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _T = TypeVar("_T")
 
 @final
 class Collectives:
-    """Takes part in collectives on behalf of one rank.
+    """Runs collective operations on behalf of one rank.
 
     Args:
-        connections: how to reach all ranks.
-        telemetry: counts what averages send, and the time that ranks wait for each other.
+        connections: the connections to all ranks.
+        telemetry: counts the bytes of averages, and the time that this rank waits.
     """
 
     def __init__(self, connections: Connections, telemetry: Telemetry) -> None:
@@ -46,13 +46,13 @@ class Collectives:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self._connections.size
 
     def average(self, tensor: Tensor) -> Tensor:
-        """Return the mean over all ranks; that of 16-bit numbers in 32 bits.
+        """Return the mean over all ranks; of 16-bit numbers, in 32 bits.
 
-        All ranks must be known to be here: see ``assemble``.
+        All ranks must have reached this call, as checked by ``assemble``.
         """
         wide = tensor.float() if tensor.element_size() == 2 else tensor
         mean = wide / self.size
@@ -61,7 +61,7 @@ class Collectives:
         return mean
 
     def assemble(self, call: str, num_steps: int) -> None:
-        """Return when all ranks have come to this call, after as many steps; raise otherwise."""
+        """Block until all ranks have reached this call; raise if their step counts differ."""
         steps = self.begin_gather(num_steps, call)()
         if others := self._ranks_that_differ(steps):
             raise self._detector.difference(
@@ -72,12 +72,15 @@ class Collectives:
             )
 
     def begin_gather(self, value: int, call: str) -> Callable[[], list[int]]:
-        """Begin to collect a number from every rank; return the function that waits for them.
+        """Start to gather an integer from every rank; return the function that waits for them.
 
         Args:
-            value: this rank's number.
-            call: what the numbers are for. Ranks that gather for something else are an error.
+            value: this rank's integer.
+            call: the purpose; it is an error if another rank gathers for another one.
         """
+        # The count tells two gathers of the same name apart: a rank that skipped one would
+        # otherwise take the next for it, and ranks would be one call apart from then on. A digest
+        # of 7 bytes fits into an int64.
         self._num_gathers += 1
         digest = hashlib.blake2b(f"{self._num_gathers} {call}".encode(), digest_size=7).digest()
         pair = torch.tensor([int.from_bytes(digest), value], device=self._connections.device)
@@ -96,11 +99,11 @@ class Collectives:
         return collect
 
     def begin_gather_rows(self, row: Tensor, what: str) -> Callable[[], Tensor]:
-        """Begin to collect a vector from every rank; return the function that waits for them all.
+        """Start to gather a vector from every rank; return the function that waits for them.
 
         Args:
-            row: this rank's, [m]; of one size on all ranks.
-            what: what the vectors are, for whoever asks why it failed.
+            row: this rank's vector, [m]; of the same size on all ranks.
+            what: what the vectors are, for error messages.
         """
         self._detector.raise_failure()
         if self._rows is not None:
@@ -118,10 +121,10 @@ class Collectives:
         return collect
 
     def begin_comparison(self, digest: str) -> Callable[[], None]:
-        """Begin to compare rounds across ranks; return the function that raises a difference.
+        """Start to compare rounds across ranks; return the function that raises if they differ.
 
         Args:
-            digest: of one round, or of all that a step mixes with.
+            digest: the digest of a round, or of all rounds of a step.
         """
         collect = self.begin_gather(int(digest[:15], 16), "the comparison of rounds")
 
@@ -137,13 +140,13 @@ class Collectives:
         return compare
 
     def begin_all_gather(self, bucket: Tensor) -> Callable[[], None]:
-        """Begin to fill a bucket with every rank's slice of it; return what waits for them.
+        """Start to all-gather the slices of a bucket; return the function that waits for them.
 
         Args:
-            bucket: as many slices of one length as there are ranks, of which this rank's is there.
+            bucket: one slice per rank, of the same length; this rank's is filled in.
         """
         self._detector.raise_failure()
-        as_bytes = bucket.view(torch.uint8)  # any dtype travels as bytes
+        as_bytes = bucket.view(torch.uint8)  # Gloo does not support every dtype
         own = as_bytes.chunk(self.size)[self.rank]
         gather = self._group._allgather_base  # pyright: ignore[reportPrivateUsage]
         wait = self._connections.begin(
@@ -152,9 +155,9 @@ class Collectives:
         return lambda: self._wait_in(wait)
 
     def broadcast_(self, tensor: Tensor) -> None:
-        """Replace the tensor by rank 0's."""
+        """Overwrite the tensor with rank 0's."""
         received = tensor.detach().clone(memory_format=torch.contiguous_format)
-        as_bytes = received.view(-1).view(torch.uint8)  # any dtype travels as bytes
+        as_bytes = received.view(-1).view(torch.uint8)  # Gloo does not support every dtype
         wait = self._connections.begin(
             lambda: self._group.broadcast([as_bytes]), "what rank 0 broadcasts", self._others
         )
@@ -163,11 +166,11 @@ class Collectives:
         tensor.detach().copy_(received)
 
     def wait_idle(self, seconds: float) -> bool:
-        """Return whether no thread waits for a gather, within a time."""
+        """Wait until no gather is in flight; return whether that is so before the timeout."""
         return self._rows is None or self._rows.wait_idle(seconds)
 
     def close(self) -> None:
-        """Let go of the connections; nothing may be in flight."""
+        """Release the connections; nothing may be in flight."""
         if self._rows is not None:
             self._rows.close()
         del self._group
@@ -181,7 +184,7 @@ class Collectives:
         return self._connections.begin_sum(self._group, everyone, tensor, what)
 
     def _wait_in(self, wait: Callable[[], _T]) -> _T:
-        """Wait for all ranks, and count the time."""
+        """Wait for a collective, and count the time."""
         began = time.perf_counter()
         with self._detector.blocked():
             result = wait()

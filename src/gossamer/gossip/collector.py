@@ -1,7 +1,7 @@
-"""A thread that runs tasks in the order of their submission.
+"""A daemon thread that runs tasks in the order of their submission.
 
-A daemon, unlike an executor's: a rank that fails must not wait for its receives to time out before
-it can exit.
+Threads of an executor are not daemons: a rank that fails would have to wait for its receives to
+time out before it could exit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Collector:
         self._last: Future[Any] | None = None
 
     def submit(self, task: Callable[[], _Result]) -> Future[_Result]:
-        """Run a task after those before it; its future holds what it returns or raises."""
+        """Queue a task; its future holds its result or exception."""
         if self._last is None:
             run = partial(_run_tasks, self._tasks)
             threading.Thread(target=run, name="gossamer-collector", daemon=True).start()
@@ -36,7 +36,7 @@ class Collector:
         return future
 
     def wait_idle(self, seconds: float) -> bool:
-        """Return whether all tasks are done, within a time."""
+        """Wait until all tasks are done; return whether they are before the timeout."""
         return self._last is None or bool(futures.wait([self._last], seconds).done)
 
     def end(self) -> None:
@@ -48,12 +48,12 @@ class Collector:
 
 
 def _run_tasks(tasks: _Tasks) -> None:
-    # A function of the queue alone, with no task left in a variable while it waits: a transport
-    # that nobody uses any more can then be collected, and its thread ends.
+    # The thread must refer to nothing but the queue while it waits, neither to the collector nor
+    # to the last task: an unused transport could not be garbage-collected, nor its thread end.
     while (item := tasks.get()) is not None:
         task, future = item
         try:
             future.set_result(task())
-        except BaseException as error:  # handed to whoever waits for the future
+        except BaseException as error:  # raised by future.result()
             future.set_exception(error)
         del item, task, future

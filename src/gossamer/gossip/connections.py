@@ -1,7 +1,7 @@
-"""Process groups of our own, and the work that is begun on them.
+"""Process groups of our own, and the work that is started on them.
 
-They are made on the store of the group that is passed in, so what users send or reduce on theirs
-can never be taken for ours. Ranks here are ranks within that group.
+They are created on the store of the user's group, so messages and reductions on the user's group
+cannot be mistaken for ours. Ranks here are ranks within that group.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ from gossamer.gossip.failures import FailureDetector
 from gossamer.gossip.gloo import Gloo
 from gossamer.gossip.notices import name_ranks
 
-_LOOK_EVERY_S = 1.0
-"""How often a rank that waits for a connection looks whether others have failed."""
+_FAILURE_POLL_S = 1.0
+"""How often a rank that waits for a connection polls the store for failures of other ranks."""
 
-_SETTLE_S = 0.02
-"""How often a rank that lets go of connections looks whether their other ends are closed."""
+_CLOSED_POLL_S = 0.02
+"""How often a rank that closes connections polls whether their other ends are closed."""
 
 _CLOSING_S = 0.25
-"""How long it looks, at most: of ranks that end at one moment, the last one's close later."""
+"""How long it polls: of ranks that end at the same moment, the last one's ends close later."""
 
 _NEVER_SENT = 1 << 30
 """A tag that no message has."""
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
-"""Between two questions whether a peer has come."""
+"""Between two polls of the store for a peer that is to connect."""
 
 
 @final
 class Connections:
-    """Opens process groups for one rank, and explains the failures of work on them.
+    """Opens process groups for one rank, and raises failures of work on them with their cause.
 
     Args:
-        process_group: the ranks that take part; nothing is sent on it.
-        detector: who explains what fails; its timeout is how long a message or all-reduce may take,
-            from when it is begun.
-        device: where the tensors live. CPU tensors travel over Gloo, others over the group's
-            own backend.
-        opening: how long ranks may take to connect, where that is less than the timeout.
+        process_group: the ranks to connect; nothing is sent on it.
+        detector: finds the cause of a failure; its timeout is how long a message or all-reduce may
+            take after it has been posted.
+        device: the device of tensors. CPU tensors are sent over Gloo, others over the group's own
+            backend.
+        opening: how long ranks may take to connect, if less than the timeout.
     """
 
     def __init__(
@@ -81,18 +81,19 @@ class Connections:
         self._lanes: dict[tuple[int, int], ProcessGroup] = {}
 
     def allow_computation(self) -> None:
-        """Let waits take the whole timeout from now on: what ranks open at once is open."""
+        """Allow waits to take the full timeout from now on: peers compute between messages."""
         self._patience = self.detector.timeout
 
     def open(self, members: tuple[int, ...], purpose: str) -> ProcessGroup:
-        """Connect these ranks for collectives; waits for them, so all open in one order."""
+        """Connect these ranks for collectives. Blocks, so all must open groups in one order."""
         what, others = "connections", self.others_in(members)
         self.detector.awaits(what, others)
         with self.detector.blocked(), self._explained(what, others):
-            # A backend by itself has the methods that we call.
+            # A ProcessGroupGloo is a backend, not a ProcessGroup, but has the methods used here.
             group = cast(ProcessGroup, self._make_group(members, purpose))
         self._opened.append(group)
-        # Nobody may be met for the first time later; see gloo's Note [Lazy connections].
+        # A first collective connects all ranks now. Later it could hang beyond the timeout on a
+        # peer that has ended; see gloo's Note [Lazy connections].
         wait = self.begin_sum(group, members, torch.zeros(1, device=self.device), what)
         with self.detector.blocked():
             wait()
@@ -110,11 +111,11 @@ class Connections:
         )
 
     def open_lanes(self, lanes: frozenset[tuple[int, int]]) -> None:
-        """Connect this rank with what it sends to and receives from; waits for the other ends.
+        """Connect this rank to its senders and receivers; blocks until the other ends connect.
 
         Args:
-            lanes: sender and receiver of each. Both ends open one at the same place among their
-                rounds; those of one round are opened in an order that all ranks share.
+            lanes: sender and receiver of each. Both ends must open a lane in the same round; the
+                lanes of a round are opened in an order that all ranks share.
         """
         for lane in sorted(lanes - self._lanes.keys(), key=_turn):
             self._lanes[lane] = self._open_lane(*lane)
@@ -130,20 +131,21 @@ class Connections:
         self.detector.awaits(what, (peer,))
         with self._explained(what, (peer,)):
             self._await_peer(store, peer)
-            # Gloo asks for a message on the connection on which it then comes. If the asking rank
-            # sent data there too, the request would wait behind them while the link from its peer
-            # idles: a ring across two nodes took twice as long. So each goes one way only.
+            # Gloo's receiver requests a message on the connection that it arrives on. If that
+            # connection also carried data in the other direction, the request would queue behind
+            # the data while the link from the peer idles: a ring across two nodes took twice as
+            # long. So each lane carries data one way only.
             direction = "upward" if sender < receiver else "downward"
             rank = int(self.rank == receiver)
             lane = self._gloo.lane(store, rank, direction, self._patience)
         return cast(ProcessGroup, lane)
 
     def _await_peer(self, store: Store, peer: int) -> None:
-        """Return when the peer has come to connect; raise where it will not."""
+        """Block until the peer is ready to connect; raise if it has failed or ended."""
         store.set(f"here/{self.rank}", "")
         began = looked = time.monotonic()
         pause_s = _FIRST_PAUSE_S
-        # By questions: while a store's own wait lasts, other threads cannot ask it anything.
+        # By polling: while store.wait() blocks, other threads of this rank cannot use the store.
         while not store.check([f"here/{peer}"]):
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -152,7 +154,7 @@ class Connections:
                 raise RuntimeError("timed out")
             if self.detector.broken:
                 raise RuntimeError("a rank has failed")
-            if now - looked > _LOOK_EVERY_S:
+            if now - looked > _FAILURE_POLL_S:
                 looked = now
                 if not self.detector.board.will_come(peer):
                     raise RuntimeError("a rank has failed or ended")
@@ -183,7 +185,7 @@ class Connections:
     def begin(
         self, work: Callable[[], Work], what: str, peers: tuple[int, ...]
     ) -> Callable[[], None]:
-        """Begin a piece of work; return the function that waits for it."""
+        """Start a piece of work; return the function that waits for it."""
         with self._explained(what, peers):
             begun = work()
         return partial(self.wait, begun, what, peers)
@@ -191,7 +193,7 @@ class Connections:
     def begin_sum(
         self, group: ProcessGroup, members: tuple[int, ...], tensor: Tensor, what: str
     ) -> Callable[[], None]:
-        """Begin to all-reduce a tensor; return the function that waits for it."""
+        """Start to all-reduce a tensor; return the function that waits for it."""
         if len(members) == 1:
             return lambda: None
         if members != self.everyone:
@@ -202,8 +204,8 @@ class Connections:
         """Wait for a piece of work; raise its failure with the cause."""
         self.detector.awaits(what, peers)
         with self._explained(what, peers):
-            # On a device, waiting orders streams and must not block the host; there NCCL's own
-            # watchdog keeps the time.
+            # On a device, wait() orders streams and must not block the host; NCCL's own watchdog
+            # detects timeouts there.
             work.wait(self._patience) if self.on_cpu else work.wait()
 
     def close(self) -> None:
@@ -216,17 +218,17 @@ class Connections:
         self._gloo.close()
 
     def break_off(self) -> None:
-        """Let go of messages in flight, so that peers see at once that this rank has failed.
+        """Close connections with messages in flight, so that peers detect this failure at once.
 
-        From any thread. What waits here goes on to wait, until the other end is closed, too. A
-        connection is kept until its peer has said that it is there, or its end is closed: nobody
-        could tell afterwards that a peer which says nothing is gone.
+        Callable from any thread. Waits on this rank continue until the other end is closed, too. A
+        connection is kept until its peer has announced the failure as well, or has closed its end:
+        that is the only evidence that a silent peer is gone.
         """
         lanes, self._lanes = self._lanes, {}
         self._gloo.close()
         deadline = time.monotonic() + _CLOSING_S
         while lanes and time.monotonic() < deadline:
-            time.sleep(_SETTLE_S)
+            time.sleep(_CLOSED_POLL_S)
             heard = self.detector.heard()
             for lane in [*lanes]:
                 peer = lane[lane[0] == self.rank]
@@ -237,10 +239,10 @@ class Connections:
                     del lanes[lane]
 
     def drop(self) -> None:
-        """Let go of everything, whatever is in flight.
+        """Release all connections, whatever is in flight.
 
-        A lane closes when the last reference to it and to work on it is gone, and at once. A group
-        ends with its work, which may wait for a rank that is stalled; so a thread waits for that.
+        A lane closes as soon as the last reference to it and to work on it is gone. A group closes
+        when its work ends, which may wait for a rank that is stalled: a thread waits for that.
         """
         self._lanes = {}
         self._gloo.close()
@@ -253,13 +255,13 @@ class Connections:
             thread.start()
 
     def wait_dropped(self, seconds: float) -> bool:
-        """Return whether the work of all groups has ended, within a time."""
+        """Wait until the work of all groups has ended; return whether it has before the timeout."""
         if self._dropping is not None:
             self._dropping.join(max(seconds, 0.0))
         return self._dropping is None or not self._dropping.is_alive()
 
     def keep_until_exit(self) -> None:
-        """Keep all connections until the process is gone, whatever the interpreter lets go of."""
+        """Keep all connections open until the process has exited, also in interpreter shutdown."""
         for kept in (self.detector.board.store, *self._opened, *self._lanes.values()):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
@@ -267,17 +269,18 @@ class Connections:
 def _has_ended(lane: ProcessGroup, peer: int) -> bool:
     """Return whether the other end of a connection is closed."""
     try:
-        lane.recv([torch.empty(1)], peer, _NEVER_SENT)  # nobody sends it: only errors come at once
+        # Never received, as no message has this tag; on a closed connection posting it raises.
+        lane.recv([torch.empty(1)], peer, _NEVER_SENT)
     except RuntimeError:
         return True
     return False
 
 
 def _turn(lane: tuple[int, int]) -> tuple[int, int, tuple[int, int]]:
-    """Return where a lane comes among those of a round.
+    """Return the sort key of a lane among those of a round.
 
-    Any order without ties avoids a deadlock, since all ranks share it. By distance, and then every
-    second stretch of that length, neighbours that share no rank connect side by side.
+    Any total order avoids a deadlock, since all ranks share it. By distance, and then alternating
+    stretches of that length: so pairs that share no rank connect at the same time.
     """
     low, high = sorted(lane)
     distance = high - low

@@ -1,4 +1,4 @@
-"""The public verb: parse and check what one rank was given, compare it across ranks, connect."""
+"""The entry point: validate one rank's arguments, compare them across ranks, connect."""
 
 from __future__ import annotations
 
@@ -82,54 +82,58 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
     on_failure: str = "raise",
     timeout: timedelta = timedelta(minutes=30),
 ) -> Gossip:
-    """Make the training loop around this model and optimizer decentralized.
+    """Decentralize the training loop of a model and its optimizer.
 
-    A collective call: every rank of the group makes it, with the same arguments, which is checked
-    before anything is sent. Parameters and buffers become rank 0's. From then on
+    A collective call: every rank of the group makes it with the same arguments, which is checked
+    before anything is sent. Parameters and buffers are broadcast from rank 0. From then on
     ``optimizer.step()`` mixes parameters with neighbours.
 
     Args:
         model: its trainable parameters move into flat buckets; names, shapes and ties stay. Shards
-            of ``fully_shard`` stay where they are, and are copied.
-        optimizer: any torch optimizer over those parameters, or several, which each take one step
-            per step of training.
-        topology: a string such as ``"lattice(k=4)"``, a Round, or a Schedule, or a function that
+            of ``fully_shard`` keep their storage, and are sent as copies.
+        optimizer: any torch optimizer over those parameters, or several, each of which takes one
+            step per step of training.
+        topology: a string such as ``"lattice(k=4)"``, a Round, a Schedule, or a function that
             returns one for a number of workers. Rounds of a Schedule without a period are compared
             across ranks at every step.
-        process_group: the ranks that take part, as a group or a mesh of one dimension; by default
-            all, and without any initialized one this process alone, where no launcher has started
-            others. With DDP or FSDP2 inside a node: the ranks with this rank's place in each node.
-        within: with DDP inside a node, the ranks that it connects: each then exchanges its slice of
-            the parameters, so that a node sends one copy of the model and not one per rank.
-        algorithm: what a step does with rounds: ``"awc"``, the default, hides the exchange behind
+        process_group: the ranks that gossip, as a group or a one-dimensional mesh; all ranks by
+            default. Without an initialized process group and without a launcher, this process is
+            the only worker. With DDP or FSDP2 inside a node: the ranks that have this rank's place
+            in each node.
+        within: with DDP inside a node, the ranks that DDP connects. Each exchanges its slice of the
+            parameters, so that a node sends one copy of the model instead of one per rank.
+        algorithm: what a step does with rounds. ``"awc"``, the default, overlaps the exchange with
             the next step's computation; ``"atc"`` mixes after the update and waits for it; others
             are in ``gossamer.algorithms.ALGORITHMS``.
         order: another spelling of the algorithms ``"awc"`` and ``"atc"``.
         every: steps from one exchange to the next under awc and atc; with ``"complete"`` and atc,
             local SGD.
         gossip_steps: how often ``"atc"`` mixes per step, each time with the step's round.
-        control: how far apart workers may be and what is done about it, such as
+        control: how far apart workers may be, and the policy that enforces it, such as
             ``"constant(c=0.25)"`` or ``"auto"``; see ``gossamer.consensus``.
-        buffers: running statistics of normalization layers are ``"average"``: local, and averaged
-            by ``averaged()`` and ``finalize()``; ``"local"``: never touched; or ``"mix"``: mixed
-            at every step, as parameters are. Other buffers stay as they are.
-        wire: what of parameters travels: ``"fp32"``, all as they are; ``"bf16"``; or
-            ``"modulo(bits=8)"`` and 4, a quarter and an eighth of it; see ``gossamer.wire``.
-        fragments: under awc and atc an exchange is of one of so many parts of the parameters, in
-            turn: as many bytes less at a time.
-        bucket_mb: size of a bucket in megabytes; by default 25, and 4 where a wire format writes
-            messages, so that one is written while another travels.
-        norms_every: once in so many steps ``last_norms`` is measured, at the last of them that the
+        buffers: what happens to running statistics of normalization layers. ``"average"``: they
+            are local, and averaged by ``averaged()`` and ``finalize()``; ``"local"``: they are
+            never averaged; ``"mix"``: they are mixed at every step, like parameters. Other buffers
+            are never changed.
+        wire: the format that parameters are sent in: ``"fp32"`` sends them unchanged, ``"bf16"``
+            rounded, ``"modulo(bits=8)"`` and ``"modulo(bits=4)"`` a quarter and an eighth of the
+            bytes; see ``gossamer.wire``.
+        fragments: under awc and atc, split the parameters into this many fragments, and exchange
+            one of them at a time, in turn. Divides the bytes of an exchange by this number.
+        bucket_mb: size of a bucket in megabytes. By default 25, and 4 for a wire format that
+            encodes messages, so that one bucket is encoded while another is in flight.
+        norms_every: measure ``last_norms`` once in this many steps, at the last of them that the
             schedule mixes; 0 for never.
-        nonfinite_rounds: a rank whose parameters are not finite is left out of rounds, and after so
-            many in a row it raises; 0 for never.
+        nonfinite_rounds: a rank whose parameters are not finite is left out of rounds, and raises
+            after this many in a row; 0 for never.
         on_failure: what happens when a worker is lost: ``"raise"`` on all others, with the cause,
-            or ``"continue"`` with those who are left, each from its own parameters. That needs a
-            store that no worker holds, and a topology for any number of workers.
-        timeout: how long a message may take from when it is begun, the peers' computation included.
+            or ``"continue"`` on the survivors, each from its own parameters. The latter needs a
+            store outside of the workers, and a topology for any number of workers.
+        timeout: how long a message may take after it has been posted, including the time that
+            peers still compute.
 
     Returns:
-        A handle to average, to measure consensus, to save, and to end it.
+        A handle to average parameters, measure consensus, save state, and end gossip.
     """
     preconditions.check_positive("timeout", timeout, timeout > timedelta(0))
     survives = preconditions.to_survival(on_failure)
@@ -185,13 +189,14 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
             **facts_about(model),
             **facts_about_optimizers(model, optimizers),
         }
-    # - Compare with all ranks; first within the node, for who differs there must tell all nodes
+    # - Compare with all ranks. First within the node: a rank that differs there raises, and must
+    #   decline in the handshake between nodes, or the other nodes would wait for it.
     with declining_on_error(*others):
         for inner in node.boards:
             shake_hands(inner, facts | facts_about_bits(model), _ONE_REPLICA)
     facts |= facts_about_shards(model)
     compare_later(board, facts) if joins else shake_hands(board, facts)
-    # - Connect, and become rank 0's, or that of a donor
+    # - Connect, and take over the parameters of rank 0, or of a donor
     members = () if joins else tuple(range(board.size))
     membership = Membership(board.store, board.rank, members, timeout) if survives else None
     with contextlib.ExitStack() as stack, torch.no_grad():
@@ -216,7 +221,7 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
             if isinstance(each, Adam) and board.rank == 0 and auto_window(num_workers) > 1:
                 decoupled = each.defaults.get("decoupled_weight_decay")
                 _log.info(_ADVICE, type(each).__name__, "W" if decoupled else "")
-        # - Put the step together, and hook it up
+        # - Assemble the step, and register its hooks
         everywhere = model.named_parameters(remove_duplicate=False)  # tied ones under all names
         own = {*map(id, trained)}
         names = [name for name, parameter in everywhere if id(parameter) in own]

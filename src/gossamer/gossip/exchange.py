@@ -1,4 +1,4 @@
-"""One bucket's part of a round, while it is in flight and when it has arrived."""
+"""The exchange of one bucket in a round, while it is in flight and when it has arrived."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gossamer.gossip.marks import marked
 
 
 class InFlight:
-    """What has to be waited for, and who was left out."""
+    """The pending waits of an exchange, and the ranks that were left out of it."""
 
     def __init__(self) -> None:
         self.left_out: list[int] = []
@@ -20,40 +20,42 @@ class InFlight:
         self._waits: deque[Callable[[], object]] = deque()
 
     def after(self, waits: Iterable[Callable[[], object]]) -> Self:
-        """Return itself, with what has to be waited for, in this order."""
+        """Append functions that wait, to be called in this order; return itself."""
         self._waits.extend(waits)
         return self
 
     def wait(self) -> None:
-        """Return when the inbox is filled and the source may change again."""
+        """Block until the inbox is filled and the source may change."""
         while self._waits:
             self._waits[0]()
-            self._waits.popleft()  # each only once: Gloo would wait for a second message
+            # Removed only if it did not raise, and then never called again: a second wait on Gloo's
+            # work would block for a second message.
+            self._waits.popleft()
 
     def drop(self) -> None:
-        """Let go of what is waited for: it refers to this object, and would hold connections."""
+        """Release the pending waits, which would keep connections open."""
         self._waits.clear()
 
     def take(self, received: Tensor, sender: int, weight: float) -> None:
-        """Let what arrived join the mix."""
+        """Add a message to the mix."""
         raise NotImplementedError
 
     def complete(self) -> None:
-        """Come after the last message was taken, on the thread that took them."""
+        """Run after the last message was added, on the thread that added it."""
         return
 
 
 @final
 class Exchange(InFlight):
-    """One bucket's exchange: what its messages and its all-reduce come to.
+    """The exchange of one full bucket, by messages or by an all-reduce.
 
     Args:
         self_weight: weight that the worker keeps on its own parameters.
-        inbox: receives the mean of its neighbours; where it is reduced, the whole mix, the
-            worker's own part included.
-        all_or_none: whether nobody is mixed with where one of them is left out.
-        keeps_rest: whether the weight of whoever is left out goes to the worker's own parameters;
-            where rows do not sum to one, it is lost.
+        inbox: receives the weighted mean of its neighbours; from an all-reduce, the mean of the
+            group, which includes the worker's own share.
+        all_or_none: whether nothing is mixed if one of the neighbours is left out.
+        keeps_rest: whether the weight of a rank that is left out goes to the worker's own
+            parameters; if rows do not sum to one, it is lost.
     """
 
     def __init__(
@@ -61,40 +63,41 @@ class Exchange(InFlight):
     ) -> None:
         super().__init__()
         self.includes_self = False
-        """Whether the inbox has the whole mix, the worker's own part included."""
+        """Whether the inbox includes the worker's own share."""
         self._inbox = inbox
         self._kept = self_weight
         self._all_or_none = all_or_none
         self._keeps_rest = keeps_rest
         self.received_weight = 0.0
-        """Of the mean in the inbox."""
+        """The total weight of the neighbours in the inbox."""
 
     @property
     def sums_to_one(self) -> bool:
-        """Whether the worker's own weight and those of its neighbours do."""
+        """Whether the worker's own weight and those of its neighbours sum to one."""
         return self._keeps_rest
 
     @property
     def self_weight(self) -> float:
-        """The weight that the worker keeps on its own parameters, after what was left out."""
+        """The weight that the worker keeps on its own parameters, with that of ranks left out."""
         if not self._keeps_rest:
             return self._kept
-        nothing_came = not self.includes_self and not self.received_weight  # or it holds a mark
-        return 1.0 if nothing_came or (self.left_out and self._all_or_none) else self._kept
+        # With nothing but marks received, the inbox may hold one: any weight on it spreads NaN.
+        only_marks = not self.includes_self and not self.received_weight
+        return 1.0 if only_marks or (self.left_out and self._all_or_none) else self._kept
 
     def take(self, received: Tensor, sender: int, weight: float) -> None:
-        """Let what arrived join the mean of the neighbours, unless it is a mark."""
+        """Add a message to the mean of the neighbours, unless it is a mark."""
         if marked(received, [sender]):
             self.left_out.append(sender)
             self._kept += weight if self._keeps_rest else 0.0
             return
         self.received_weight += weight
-        if self.received_weight > weight:  # a mean grows by lerp_
+        if self.received_weight > weight:  # not the first: update the running mean
             self._inbox.lerp_(received, weight / self.received_weight)
         elif received is not self._inbox:
             self._inbox.copy_(received)
 
     def take_sum(self, members: Sequence[int]) -> None:
-        """Take the inbox for the mean of these ranks, unless there are marks in it."""
+        """Accept the inbox as the mean of these ranks, unless there are marks in it."""
         self.left_out = marked(self._inbox, members)
         self.includes_self = not self.left_out

@@ -1,15 +1,15 @@
-"""Process groups over Gloo that connect no more ranks than will talk to each other.
+"""Process groups over Gloo that connect only ranks that exchange messages.
 
 torch's own constructor connects every rank of a group with every other: at a thousand ranks three
 groups would be three thousand sockets per process, for a graph in which a worker has a few
-neighbours. Two kinds of group avoid that. A *lane* has two ranks and is connected when it is made.
-A group for collectives connects lazily: Gloo reduces along a ring and broadcasts along a tree, so
-each rank meets two others and their logarithm.
+neighbours. Two kinds of group avoid that. A *lane* has two ranks and is connected when it is
+created. A group for collectives connects lazily: Gloo reduces along a ring and broadcasts along a
+tree, so each rank connects to two others and to log2(n).
 
 Note [Lazy connections]
-A lazy group may keep a rank for half a minute, whatever its timeout, when it sends to or receives
-from a peer that ended before they were connected (pytorch/gloo#520). Messages therefore never go
-over a lazy group, and whoever makes one runs a collective on it at once, which does time out.
+On a lazy group, a send to or receive from a peer that ended before they were connected may block
+for half a minute, whatever the timeout (pytorch/gloo#520). So messages never use a lazy group, and
+a collective is run on it as soon as it is created, which does time out.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from torch.distributed import ProcessGroupGloo, Store  # pyright: ignore[reportP
 _gloo: Any = ProcessGroupGloo  # torch has neither public names nor types for options and devices
 
 _LONGEST_CONNECTING = timedelta(minutes=1)
-"""For two ranks of which each knows that the other is there: one that dies now says nothing. What
-waits for a message later brings its own timeout."""
+"""How long two ranks may take to connect once both are ready: one that dies in between reports
+nothing. Later waits for messages have their own timeout."""
 
 
 @final
 class Gloo:
-    """Makes the groups of one rank.
+    """Creates the groups of one rank.
 
     Args:
         timeout: how long a group waits for its ranks, and for each piece of work.
@@ -41,29 +41,29 @@ class Gloo:
 
     def group(self, store: Store, rank: int, size: int) -> ProcessGroupGloo:
         """Return a group for collectives; see Note [Lazy connections]."""
-        # On a device of its own: lazy groups that shared one would take each other's connections.
+        # On a device of its own: lazy groups on one device would accept each other's connections.
         return self._make(store, rank, size, _make_devices(lazy=True), self._timeout, threads=2)
 
     def lane(
         self, store: Store, rank: int, direction: str, patience: timedelta
     ) -> ProcessGroupGloo:
-        """Return a group of ranks 0 and 1 for messages; waits for the other one.
+        """Return a group of ranks 0 and 1 for messages; blocks until both are connected.
 
         Args:
-            store: where they find each other.
+            store: where they exchange addresses.
             rank: 0 or 1.
-            direction: lanes of one direction share a device, which is a listening socket and the
-                thread that serves them; those of two go side by side.
-            patience: how long the other one may take, which is known to be there.
+            direction: lanes of one direction share a device, that is a listening socket and the
+                thread that serves it; the two directions run in parallel.
+            patience: how long the other rank, which is known to be ready, may take.
         """
         if direction not in self._lane_devices:
             self._lane_devices[direction] = _make_devices(lazy=False)
-        # Threads are for collectives; a device serves messages by itself.
+        # Threads are for collectives; messages are served by the device's own thread.
         timeout = min(patience, _LONGEST_CONNECTING)
         return self._make(store, rank, 2, self._lane_devices[direction], timeout, threads=0)
 
     def close(self) -> None:
-        """Let go of sockets and threads, as soon as no lane uses them."""
+        """Release sockets and threads; they close when the last lane is released."""
         self._lane_devices.clear()
 
     def _make(
@@ -85,14 +85,14 @@ class Gloo:
 
 def _make_devices(*, lazy: bool) -> list[Any]:
     try:
-        # Said either way: TORCH_GLOO_LAZY_INIT would make lanes lazy.
+        # Set explicitly either way: TORCH_GLOO_LAZY_INIT would make lanes lazy.
         return _on_interfaces(lazy_init=lazy)
-    except TypeError:  # a torch that cannot connect lazily: then all connect at once
+    except TypeError:  # a torch without lazy connections: then all ranks connect at once
         return _on_interfaces()
 
 
 def _on_interfaces(**options: bool) -> list[Any]:
-    """Return a device for each of the interfaces that torch would use."""
+    """Return a device for each network interface that torch would use."""
     interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     if not interfaces:
         return [_gloo.create_default_device(**options)]

@@ -1,4 +1,4 @@
-"""The user's handle of a training loop that gossips: all that can be asked of it."""
+"""The user's handle of a training loop that gossips."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _log = logging.getLogger(__name__)
 
 @final
 class Gossip:
-    """A training loop that gossips; made by ``decentralize``.
+    """A training loop that gossips; created by ``decentralize``.
 
-    Between two steps under awc the parameters are what is being sent, so they must not change,
-    except inside ``drained()``.
+    Under awc the parameters are in flight between two steps, so they must not change, except
+    inside ``drained()``.
     """
 
     def __init__(self, worker: Worker) -> None:
@@ -36,11 +36,11 @@ class Gossip:
         self._restoring = False
 
     def __enter__(self) -> Gossip:
-        """Gossip until the end of a block, and tell the others about an exception that ends it."""
+        """Close gossip at the end of the block; report an exception that ends it to all ranks."""
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Close; after an exception only say so, for peers may never come."""
+        """Close. After an exception only report it: waiting for peers could block for ever."""
         if error is None:
             self.close()
         else:
@@ -50,9 +50,9 @@ class Gossip:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """The workers that take part, in the order of their ranks now.
+        """The members, in the order of their current ranks.
 
-        Each is called by its rank at the start, whatever becomes of the others.
+        Each is identified by its rank at the start, which stays when others are lost or join.
         """
         return self._worker.epochs.current.members
 
@@ -63,7 +63,7 @@ class Gossip:
 
     @property
     def num_workers(self) -> int:
-        """How many members there are."""
+        """The number of members."""
         return self._worker.network.size
 
     @property
@@ -79,13 +79,13 @@ class Gossip:
 
     @property
     def device(self) -> torch.device:
-        """Where the parameters live."""
+        """The device of the parameters."""
         self._worker.check_open()
         return self._worker.replica.device
 
     @property
     def is_closed(self) -> bool:
-        """Whether ``close()`` or ``finalize()`` has ended it."""
+        """Whether ``close()`` or ``finalize()`` has ended gossip."""
         return self._worker.is_closed
 
     @property
@@ -95,14 +95,14 @@ class Gossip:
 
     @property
     def last_norms(self) -> FloatArray | None:
-        """L2 norms [T, W] of every parameter tensor of every worker, after an update and before it
-        is mixed, as DBench correlates them; of the last step that measured them.
+        """L2 norms [T, W] of every parameter tensor of every worker, after an update and before
+        mixing, at the last step that measured them. DBench's correlations are of these.
         """
         return self._step.last_norms
 
     @property
     def norms_step(self) -> int:
-        """How many steps had been taken with the one that ``last_norms`` is of; 0 for none."""
+        """Steps taken when ``last_norms`` was measured, including that step; 0 if it never was."""
         return self._step.norms_step
 
     @property
@@ -117,11 +117,11 @@ class Gossip:
 
     @property
     def decision(self) -> Decision | None:
-        """What the control decided last: rounds, the estimated distance and its target."""
+        """The last decision of the control: rounds, the estimated distance and its target."""
         return self._source.decision
 
     def stats(self) -> Stats:
-        """Return what this rank has sent and waited so far."""
+        """Return the bytes and messages sent by this rank so far, and the seconds it waited."""
         return self._worker.network.telemetry.stats(self.num_steps)
 
     @torch.no_grad()
@@ -140,10 +140,11 @@ class Gossip:
         return self._worker.together("consensus_distance()", measure)
 
     def sketches(self) -> FloatArray:
-        """Return a sketch of every worker's parameters, [n, m]: their distances, nearly.
+        """Return a sketch of every worker's parameters, [n, m], which preserves their distances.
 
-        A collective call that lets an exchange in flight go on. ``consensus.sketch_distance`` and
-        ``consensus.theta`` read it; it costs a pass over the parameters and 4 kB per rank.
+        A collective call that does not wait for an exchange in flight. Read it by
+        ``consensus.sketch_distance`` and ``consensus.theta``, which estimate distances from it. It
+        costs a pass over the parameters and 4 kB per rank.
         """
         return self._worker.together(
             "sketches()",
@@ -152,18 +153,18 @@ class Gossip:
         )
 
     def gather(self, value: int) -> list[int]:
-        """Return every rank's number, in the order of ranks. A collective call."""
+        """Return every rank's integer, in the order of ranks. A collective call."""
         return self._worker.together(
             "gather()", lambda: self._worker.begin_gather(value, "gather()")(), drains=False
         )
 
-    # - Looking at other parameters, or changing them
+    # - Averaging and changing parameters
 
     @contextlib.contextmanager
     def averaged(self) -> Generator[None]:
-        """Give the model the exact average of all workers; restore it bit for bit at the end.
+        """Load the exact average of all workers into the model, and restore it bit for bit after.
 
-        A collective call. Needs one more copy of the parameters while it lasts.
+        A collective call. Needs memory for one more copy of the parameters during the block.
         """
         with self._averaged("averaged()", refuses=False):
             yield
@@ -171,8 +172,8 @@ class Gossip:
     def averaged_state_dict(self) -> dict[str, Any]:
         """Return the model's state with the exact average of all workers. A collective call.
 
-        Every tensor has storage of its own, so that any format can save it; the same values on all
-        ranks, except buffers that are each worker's own. ``model.load_state_dict`` takes it.
+        Every tensor has storage of its own, so that any format can save it. Values are equal on all
+        ranks, except in buffers that are not averaged. ``model.load_state_dict`` accepts it.
         """
         with self._averaged("averaged_state_dict()", refuses=True):
             return self._worker.model_state.copy()
@@ -190,13 +191,13 @@ class Gossip:
 
     @contextlib.contextmanager
     def drained(self, *, keep_changes: bool = False) -> Generator[None]:
-        """Let code change parameters between two steps, while nothing is being sent.
+        """Wait for the exchange in flight, so that code may change parameters between two steps.
 
         Args:
             keep_changes: by default parameters are restored bit for bit at the end (a second
-                gradient for SAM, evaluation with swapped weights), which needs a copy of them while
-                it lasts. True keeps what the code leaves, and makes this a collective call: the
-                exchange of this step starts again, from the changed parameters.
+                gradient for SAM, evaluation with swapped weights), which needs memory for a copy
+                during the block. True keeps the changes, and makes this a collective call: the
+                exchange of this step is restarted from the changed parameters.
         """
         if not keep_changes:
             with self._restored("drained()"):
@@ -210,7 +211,8 @@ class Gossip:
             with self._step.paused(call):
                 yield
         finally:
-            self._step.restart()  # after an exception too: the others will
+            # After an exception too: the other ranks restart theirs, and would wait for this one.
+            self._step.restart()
 
     @contextlib.contextmanager
     def _restored(self, call: str) -> Generator[Callable[[], None]]:
@@ -223,7 +225,7 @@ class Gossip:
                 self._restoring = outer
 
     def _refuse_where_undone(self, call: str) -> None:
-        """Raise where the end of a block would undo a call."""
+        """Raise inside a block that restores parameters at its end, which would undo the call."""
         if self._restoring:
             raise UserError(
                 f"{call} must come outside of blocks that restore parameters, got it inside "
@@ -234,18 +236,18 @@ class Gossip:
 
     @contextlib.contextmanager
     def join(self) -> Generator[None]:
-        """Let ranks take different numbers of steps inside, as DDP's ``join`` does.
+        """Allow ranks to take different numbers of steps in the block, as DDP's ``join`` does.
 
-        A collective call around the loop. A rank that has left its loop goes on to exchange and
-        mix, without updates of its own, until all ranks have left theirs; these steps count in
-        ``num_steps``. Every step tells all ranks who still trains, so no rank can be more than one
+        A collective call around the loop. A rank whose loop has ended continues to exchange and
+        mix, without updates of its own, until all loops have ended; these steps count in
+        ``num_steps``. Every step gathers which ranks still train, so no rank can be more than one
         step ahead of the slowest.
         """
         if self._worker.epochs.survives:
             raise UserError(
-                "join() counts at every step who still trains, and loses count where a worker is "
-                "lost, got it with on_failure='continue'; give all workers as many steps, as in "
-                "`while gossip.num_steps < total:`"
+                "join() counts at every step which ranks still train, and cannot when a worker is "
+                "lost, got it with on_failure='continue'; give all workers the same number of "
+                "steps, as in `while gossip.num_steps < total:`"
             )
         self._worker.together("join()", lambda: None)
         with self._step.joined():
@@ -254,7 +256,7 @@ class Gossip:
     # - State
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what, with the model's and the optimizer's state, continues this run."""
+        """Return the state to resume from, together with the model's and the optimizer's."""
         self._worker.check_open()
         self._worker.model_state.silence()
         return {
@@ -269,9 +271,9 @@ class Gossip:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state, after the model and the optimizer have loaded theirs.
+        """Resume from a state, after the model and the optimizer have loaded theirs.
 
-        A collective call. Under awc the exchange that was in flight starts again, from the loaded
+        A collective call. Under awc the exchange that was in flight is restarted from the loaded
         parameters. To load while training, wrap all three in ``drained(keep_changes=True)``.
         """
         self._worker.check_open()
@@ -307,7 +309,7 @@ class Gossip:
         self._step.load_algorithm(state)
         self._step.load_wire(state)
         self._source.load_state_dict(state["control"], self.num_steps)
-        if not self._step.paused_by:  # or the end of drained() does it
+        if not self._step.paused_by:  # otherwise the end of drained() restarts it
             self._step.restart()
 
     # - The end
@@ -318,7 +320,8 @@ class Gossip:
 
         def average() -> list[tuple[Tensor, Tensor]]:
             self._worker.check_finite("finalize()", refuses=True)
-            return [*self._worker.averages()]  # all before any: a failure changes nothing
+            # All averages before the first copy, or a failure would leave some tensors averaged.
+            return [*self._worker.averages()]
 
         averages = self._worker.together("finalize()", average)
         with torch.no_grad():
@@ -327,9 +330,9 @@ class Gossip:
         self.close()
 
     def close(self) -> None:
-        """End gossip: wait for what is in flight, remove every hook, free all memory.
+        """End gossip: wait for the exchange in flight, remove all hooks, free all memory.
 
-        Parameters stay as they are, in storage of their own again. What is closed stays closed.
+        Each rank keeps its own parameters, moved out of the buckets. Closing twice does nothing.
         """
         if not self._worker.is_closed:
             self._refuse_where_undone("close()")
@@ -337,5 +340,5 @@ class Gossip:
 
 
 def worker_of(gossip: Gossip) -> Worker:
-    """Return what ``Checkpoints`` and ``GradScaler`` share with a handle; no business of users."""
+    """Return the internals of a handle, for ``Checkpoints`` and ``GradScaler``; not public."""
     return gossip._worker  # pyright: ignore[reportPrivateUsage]

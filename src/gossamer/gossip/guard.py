@@ -1,4 +1,4 @@
-"""A guard over the parameters that gossip: that they stay what is mixed, and what is being sent."""
+"""Detection of parameters that were replaced, added or changed behind the back of gossip."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from gossamer.gossip.instances import instances_of
 from gossamer.gossip.shards import is_sharded, locals_of, reshard, sharded_modules
 
 _GUARDED: set[int] = set()
-"""The ids of parameters that a gossip mixes, and keeps alive until close(). Not an attribute of
-theirs, which would be pickled with them."""
+"""The ids of parameters that a gossip mixes, which it keeps alive until close(). Not an attribute
+of the parameters, because that would be pickled with them."""
 
 
 def is_guarded(parameter: Tensor) -> bool:
@@ -31,15 +31,15 @@ def held_by(optimizers: Iterable[Optimizer]) -> list[Tensor]:
 
 @final
 class Guard:
-    """Notices parameters that are no longer what is mixed, or no longer what is being sent.
+    """Detects parameters that gossip no longer mixes, and changes while parameters are in flight.
 
-    Sees a replaced parameter, replaced storage, and every change that autograd sees. A change
-    through ``.data`` has no trace. Until it is released, no other gossip gets these parameters.
-    Shards are sent as copies, so their storage may be any.
+    It detects a replaced parameter, replaced storage, and every change that increments autograd's
+    version counter; a change through ``.data`` does not. Until it is released, no other gossip may
+    have these parameters. Shards are sent as copies, so their storage may be replaced.
 
     Args:
-        model: what owns the parameters.
-        optimizers: what trains them.
+        model: the owner of the parameters.
+        optimizers: the optimizers that train them.
         trained: the parameters that are mixed.
     """
 
@@ -65,18 +65,18 @@ class Guard:
         _GUARDED.update(map(id, trained))
 
     def release(self) -> None:
-        """Let another gossip have the parameters."""
+        """Allow another gossip to have the parameters."""
         _GUARDED.difference_update(map(id, self._trained))
 
     def renew(self) -> None:
-        """Take the parameters as they are now for what is being sent."""
+        """Record the current versions as the ones in flight."""
         self._versions = self._current_versions()
 
     def _current_versions(self) -> list[int]:
         return [p._version for p in locals_of(self._trained)]
 
     def check_trained(self) -> None:
-        """Raise where parameters are trained that are not mixed: workers would drift apart."""
+        """Raise if parameters are trained but not mixed: workers would drift apart in them."""
         added = len(held_by(self._optimizers)) - self._num_held
         unfrozen = sum(parameter.requires_grad for parameter in self._frozen)
         if added or unfrozen:
@@ -85,7 +85,9 @@ class Guard:
                 f"got {unfrozen} unfrozen and {added} added since; close() this gossip and call "
                 "decentralize() again"
             )
-        reshard(self._sharded)  # or modules may hold whole parameters
+        # After a forward pass FSDP2 may leave unsharded parameters in modules' slots, which would
+        # be taken for replaced ones.
+        reshard(self._sharded)
         replaced = [path for owner, name, p, path in self._slots if owner.get(name) is not p]
         if not replaced:
             addresses = [p.data_ptr() for p in self._in_place]
@@ -100,7 +102,7 @@ class Guard:
         )
 
     def check_unchanged(self) -> None:
-        """Raise where parameters changed while they were being sent."""
+        """Raise if parameters changed while they were in flight."""
         versions = self._current_versions()
         if versions == self._versions:
             return
@@ -115,12 +117,12 @@ class Guard:
         raise UserError(
             "parameters must not change between two steps, because they are being sent, got a "
             f"changed {name}; change them inside `with gossip.drained(keep_changes=True):`, "
-            "or `with gossip.drained():` to have them put back"
+            "or `with gossip.drained():` to have them restored"
         )
 
 
 def _other_optimizer_of(parameter: Tensor, known: Sequence[Optimizer]) -> Optimizer | None:
-    """Return an optimizer that trains a parameter and is none of these, nor a wrapper of one."""
+    """Return an optimizer that holds a parameter, other than the known ones and their wrappers."""
     for other in instances_of(Optimizer):
         related = any(each is ours for each in (other, *vars(other).values()) for ours in known)
         if not related and any(held is parameter for held in held_by([other])):

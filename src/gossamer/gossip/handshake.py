@@ -1,7 +1,8 @@
-"""The comparison of what all ranks were given, before anything is sent.
+"""The comparison of all ranks' arguments, before anything is sent.
 
-Through the store: rank 0 shows its facts, the others say where theirs differ, rank 0 collects that
-and concludes. Each of the others reads two strings and writes one, however many there are.
+It goes through the store: rank 0 publishes its facts, the others publish their differences from
+them, rank 0 collects these and publishes the conclusion. Each of the others reads two keys and
+writes one, however many ranks there are.
 """
 
 from __future__ import annotations
@@ -27,35 +28,35 @@ from gossamer.topology import Schedule
 from gossamer.topology.round import digest_of
 
 _CONCLUDES_WITHIN = timedelta(seconds=4)
-"""How long rank 0 may take to say what it has collected."""
+"""How long rank 0 may take to publish its conclusion after its last wait."""
 
 _MOST_DIFFERENCES = 3
 
 _ROUNDS_COMPARED = 16
-"""How many rounds of a schedule without a period are compared; of others, all that decide what
-ranks open before training."""
+"""How many rounds of a schedule without a period are compared. Of a periodic schedule, all rounds
+that connections are opened for before training."""
 
 
 def rounds_digest(schedule: Schedule) -> str:
-    """Return a short string that differs where rounds do, as far as all ranks compare them."""
+    """Return a short digest of the rounds that ranks compare before training."""
     num_rounds = min(schedule.period or _ROUNDS_COMPARED, MOST_ROUNDS_CONNECTED)
     return digest_of(map(schedule.round, range(num_rounds)))[:8]
 
 
 def facts_about(model: nn.Module) -> dict[str, str]:
-    """Return what must be the same on all ranks before a byte of this model is sent."""
+    """Return the facts about a model that must be equal on all ranks."""
     tensors = {
         **{f"parameter {name}": parameter for name, parameter in model.named_parameters()},
         **{f"buffer {name}": buffer for name, buffer in model.named_buffers()},
     }
     facts = {name: _describe(tensor) for name, tensor in tensors.items()}
-    # The same tensors in another order would land in other places of a bucket.
+    # Equal tensors in another order would have other offsets in a bucket.
     facts["the order of tensors"] = hashlib.blake2b(str([*tensors]).encode()).hexdigest()[:8]
     return facts
 
 
 def facts_about_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, str]:
-    """Return what must be the same where one optimizer's state is to be another's."""
+    """Return the facts that must be equal for one worker's optimizer state to fit another's."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
 
     def describe(optimizer: Optimizer) -> str:
@@ -71,9 +72,9 @@ def facts_about_optimizers(model: nn.Module, optimizers: Sequence[Optimizer]) ->
 
 
 def facts_about_bits(model: nn.Module) -> dict[str, str]:
-    """Return what must also be the same on ranks that hold the same replica: every bit of it.
+    """Return digests of the parameters, which must be equal on ranks that hold the same replica.
 
-    It takes about a second per gigabyte of parameters.
+    Takes about a second per gigabyte of parameters.
     """
     return {
         f"the digest of {name}": hashlib.blake2b(_bytes_of(parameter)).hexdigest()[:8]
@@ -87,7 +88,7 @@ def _bytes_of(tensor: Tensor) -> Any:
 
 
 def facts_about_shards(model: nn.Module) -> dict[str, str]:
-    """Return what must also be the same on ranks of one place in every node."""
+    """Return the shapes of shards, which must be equal on the ranks that gossip."""
     parameters: dict[str, Any] = dict(model.named_parameters())
     return {
         f"the shard of {name}": f"{[*local(parameter).shape]} of dim {parameter.placements[0].dim}"
@@ -97,7 +98,7 @@ def facts_about_shards(model: nn.Module) -> dict[str, str]:
 
 
 def _describe(tensor: Tensor) -> str:
-    """Say all that decides how a tensor travels.
+    """Describe everything about a tensor that ranks must agree on to exchange it.
 
     >>> import torch
     >>> _describe(torch.zeros(2, 3))
@@ -111,12 +112,12 @@ def _describe(tensor: Tensor) -> str:
 
 
 def shake_hands(board: NoticeBoard, facts: dict[str, str], remedy: str = "") -> None:
-    """Raise, on all ranks, where these are not the same on all ranks.
+    """Raise on all ranks if facts differ between any of them. A collective call.
 
     Args:
-        board: what ranks tell each other.
-        facts: what must be the same.
-        remedy: what to do where that is not so, at the end of the error.
+        board: the ranks to compare.
+        facts: what must be equal.
+        remedy: what to do about a difference, appended to the error.
     """
     if board.rank == 0:
         board.store.set("facts", json.dumps(facts))
@@ -128,8 +129,8 @@ def shake_hands(board: NoticeBoard, facts: dict[str, str], remedy: str = "") -> 
 
 
 def compare_later(board: NoticeBoard, facts: dict[str, str]) -> None:
-    """Raise where a rank that comes later was given something else than those who began."""
-    began: dict[str, str] = _read(board, "facts", "what others began with")
+    """Raise if a worker that joins has other arguments than the workers that started first."""
+    began: dict[str, str] = _read(board, "facts", "the arguments of the first workers")
     _raise_differences(
         [
             f"{field} is {theirs} on the others and {ours} on rank {board.rank}"
@@ -140,7 +141,7 @@ def compare_later(board: NoticeBoard, facts: dict[str, str]) -> None:
 
 @contextlib.contextmanager
 def declining_on_error(*boards: NoticeBoard) -> Generator[None]:
-    """Tell the others where this rank cannot start, so that they do not wait for it."""
+    """Report an error of this rank to the others, so that they do not wait for it."""
     try:
         yield
     except Exception as error:
@@ -151,21 +152,23 @@ def declining_on_error(*boards: NoticeBoard) -> Generator[None]:
 
 def _decline(board: NoticeBoard, reason: str) -> None:
     if board.rank == 0:
-        board.store.set("facts", json.dumps({}))
+        board.store.set("facts", json.dumps({}))  # or the others would wait for them
         _conclude(board, [reason])
     else:
         _differ(board, {"": (reason, "")})
 
 
 def _differ(board: NoticeBoard, differences: dict[str, tuple[str, str]]) -> None:
-    """Tell rank 0 what this rank has in place of its facts; a reason by itself under no name."""
+    """Publish how this rank's facts differ from rank 0's; an error has an empty name."""
     board.store.set(f"differs/{board.rank}", json.dumps(differences))
 
 
 def _collect_differences(board: NoticeBoard) -> list[str]:
-    """Return what is not the same, in words; a rank that does not answer is a difference."""
+    """Return all differences, in words; a rank that does not answer in time is one."""
     ranks_by_difference: dict[tuple[str, str, str], list[int]] = {}
     reasons: list[str] = []
+    # One deadline for all ranks: with a timeout for each, several missing ranks would add up, and
+    # the others would give up before the conclusion.
     deadline = time.monotonic() + board.timeout.total_seconds()
     for rank in range(1, board.size):
         left = timedelta(seconds=max(deadline - time.monotonic(), 0.01))
@@ -189,7 +192,8 @@ def _conclude(board: NoticeBoard, reasons: list[str]) -> None:
 
 
 def _raise_conclusion(board: NoticeBoard, remedy: str) -> None:
-    # Rank 0 waits as long for the others as they for it, and then has yet to say so.
+    # Rank 0 may use the full timeout to arrive and again to wait for the others, and only then
+    # publishes. A shorter wait would hide its error, which names the rank that is missing.
     patience = 2 * board.timeout + _CONCLUDES_WITHIN
     _raise_differences(_read(board, "conclusion", "rank 0 to compare all ranks", patience), remedy)
 

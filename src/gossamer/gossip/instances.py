@@ -1,4 +1,4 @@
-"""All living objects of a class: for what knows a parameter, and the parameter does not know."""
+"""All live objects of a class: finds wrappers and optimizers that hold a given parameter."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ Kind = TypeVar("Kind")
 
 
 def instances_of(kind: type[Kind]) -> list[Kind]:
-    """Return every object of a class or its subclasses, in a pass over all objects.
+    """Return every live object of a class or its subclasses, in a pass over all objects.
 
-    By their types, of which there are few: asking each object would take four times as long, and
-    could run its code.
+    By their types, which are few: ``isinstance`` on each object would take four times as long, and
+    could run the object's own code.
     """
     objects = gc.get_objects()
     kinds = {each for each in set(map(type, objects)) if issubclass(each, kind)}

@@ -1,4 +1,4 @@
-"""Which ranks are left out of a round, because their parameters are not finite."""
+"""Detection of ranks that are left out of a round, because their parameters are not finite."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _log = logging.getLogger(__name__)
 
 @final
 class LeftOut:
-    """Looks at what one rank is about to send, and counts who was left out of its rounds.
+    """Checks that buckets are finite before they are sent, and counts ranks left out of rounds.
 
     Args:
-        what: what is sent, a plural.
-        buckets: what it will send, as it is before the first step.
-        rank: this one.
-        limit: after so many rounds in a row that this rank is left out of, it raises; 0 for never.
-        detector: tells the others.
-        telemetry: where it is counted.
-        within: the ranks that send the rest of the worker's parameters. Where something is not
-            finite on one, all are left out: the rest of a replica is worth nothing without it.
+        what: the name of what is sent, a plural.
+        buckets: the buckets before the first step.
+        rank: this rank.
+        limit: raise after this rank was left out of so many rounds in a row; 0 for never.
+        detector: reports the error to other ranks.
+        telemetry: counts ranks left out.
+        within: the ranks that hold the rest of the worker's parameters. If one of them is not
+            finite, all are left out, because a replica is mixed as a unit.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class LeftOut:
     ) -> None:
         self._within = within or Within()
         self.is_self = False
-        """Whether it is this rank, in the round that began last."""
+        """Whether this rank is left out of the last round that was started."""
         self._rank = rank
         self._watch = ParameterWatch("rank", [rank], self._norms(buckets), limit, _log, what)
         self._detector = detector
@@ -58,10 +58,10 @@ class LeftOut:
     def sound_or_marks(
         self, buckets: Sequence[Tensor], round: Round, step: int
     ) -> Sequence[Tensor]:
-        """Return what to send in a round: the buckets, or marks where one is not finite.
+        """Return the tensors to send in a round: the buckets, or marks if one is not finite.
 
         Raises:
-            NonFiniteError: it was so in too many rounds in a row.
+            NonFiniteError: this rank was left out of too many rounds in a row.
         """
         self._within.at(step)
         try:
@@ -71,22 +71,22 @@ class LeftOut:
             raise
         self.is_self = not finite.all()
         self._round, self._step = round, step
-        # Held until the next round: marks are on the wire.
+        # Kept alive until the next round: marks are in flight.
         self._sent = [mark_like(b, self._rank) for b in buckets] if self.is_self else buckets
         return self._sent
 
     def forget_norms(self) -> None:
-        """Let the next round's norms be any: parameters have been replaced."""
+        """Skip the check of growth in the next round: parameters have been replaced."""
         self._watch.forget_norms()
 
     def count(self, marked: Iterable[Sequence[int]], *, mean_moves: bool) -> None:
-        """Count who was left out of the round that ends, and whether that moved the mean.
+        """Count the ranks left out of a finished round, and whether it moved the mean.
 
         Args:
             marked: for each bucket, the ranks whose marks may be in it.
-            mean_moves: whether something else did.
+            mean_moves: whether the round moved the mean for another reason.
         """
-        # A short bucket names too many.
+        # A bucket with fewer elements than ranks may name too many; a left-out rank is in all.
         ranks = set.intersection(*map(set, marked)) | ({self._rank} if self.is_self else set())
         if ranks and self._round is not None:
             self._watch.say_left_out(ranks, self._step)
@@ -96,4 +96,4 @@ class LeftOut:
 
     def _norms(self, buckets: Sequence[Tensor]) -> FloatArray:
         norms = measured_norms([bucket.unsqueeze(0) for bucket in buckets])
-        return self._within.norms(norms, "the look at parameters")
+        return self._within.norms(norms, "the check of parameters")

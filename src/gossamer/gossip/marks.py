@@ -1,7 +1,7 @@
-"""What a rank sends in place of parameters that are not finite.
+"""Marks: what a rank sends in place of a bucket that is not finite.
 
-Zeros, and NaN at the place of its rank: as large as the bucket that it stands for, so that messages
-and all-reduces are the same ones; and also the sum of an all-reduce tells whose marks are in it.
+A mark has zeros, and NaN at the index of its rank. It has the size of the bucket, so messages and
+all-reduces do not change; and the sum of an all-reduce shows which ranks sent marks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def mark_like(bucket: Tensor, rank: int) -> Tensor:
-    """Return what a rank sends in place of a bucket."""
+    """Return the mark of a rank in place of a bucket."""
     mark = torch.zeros_like(bucket)
     if len(mark):
         mark[rank % len(mark)] = math.nan
@@ -22,9 +22,10 @@ def mark_like(bucket: Tensor, rank: int) -> Tensor:
 
 
 def marked(received: Tensor, ranks: Sequence[int]) -> list[int]:
-    """Return those of the ranks whose marks are in what was received from them.
+    """Return the ranks whose marks are in a message or sum of messages from them.
 
-    Where a bucket is shorter than there are ranks, some share a place, and all of them are named.
+    If a bucket has fewer elements than there are ranks, some share an index: all of them are
+    returned.
     """
     if not len(received):
         return []

@@ -1,12 +1,12 @@
-"""Mixing buckets with neighbours: start a round, finish it; owns everything in flight.
+"""Mixing of buckets with neighbours: start a round, finish it. Owns all exchanges in flight.
 
-Its states:
+States of a mixer:
 
             start                drain
     idle ----------> in flight ----------> drained    nothing on the wire, not yet mixed
      ^                   |                    |
      +-------------------+--------------------+       finish mixes, discard does not
-    any of them ----------> broken                    a peer failed; every call raises that
+    any state ------------> broken                    an exchange failed; every call raises it
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class MixerState(enum.Enum):
-    """Where a mixer is between two rounds."""
+    """The state of a mixer between two rounds."""
 
     IDLE = "idle"
     IN_FLIGHT = "in flight"
@@ -42,28 +42,30 @@ class MixerState(enum.Enum):
 
 @final
 class Mixer:
-    """x ← W x on the buckets of one rank, in two halves with computation between them.
+    """x ← W x on the buckets of one rank, started and finished with computation in between.
 
-    Where a wire format makes messages of buckets that are not the buckets themselves, they are
-    mixed by differences with what was sent (``Parcel``); an all-reduce takes them as they are.
+    If the wire format encodes messages, buckets are mixed by differences with the worker's own
+    message (``Parcel``); an all-reduce sends them in full.
 
-    Between ``start`` and ``drain`` or ``finish`` the buckets are what is being sent and must not
-    change. Buckets that do change in the meantime (statistics that a forward pass updates) are sent
-    as a copy; the worker then keeps its weight on their current value. The only memory is an inbox
-    per bucket, and those copies. After a failure what is in the inboxes is not to be used.
+    Between ``start`` and ``drain`` or ``finish`` the buckets are in flight and must not change.
+    Buckets that do change meanwhile (statistics that a forward pass updates) are sent as a copy,
+    and the worker's own weight applies to their current value. Memory is an inbox per bucket, and
+    those copies. After a failure the content of inboxes is undefined.
 
-    Where what a worker would send is not finite, it sends marks, and keeps what it has; others keep
-    the weight that they would give to it (``Round.without``).
+    A worker whose buckets are not finite sends marks and keeps its buckets; receivers keep the
+    weight of the mark on their own (``Round.without``).
 
     Args:
-        buckets: what is mixed.
-        network: how it travels.
-        left_out: who knows whose parameters are not finite.
-        wire: in which format; those that follow travel as they are.
+        buckets: the buckets to mix.
+        network: the connections to other ranks.
+        left_out: detects ranks whose parameters are not finite.
+        wire: the format of ``buckets``; ``exact`` and ``changing`` are always sent in full.
         exact: more buckets.
         changing: buckets that are sent as a copy.
-        first_tag: of its messages; other mixers of the rank have others.
-        compares_rounds: whether all ranks compare each round, where nothing else makes it the same.
+        first_tag: the tag of the first bucket; mixers of one rank need disjoint tags, or they would
+            receive each other's messages.
+        compares_rounds: whether ranks compare the digest of each round, because it is not known to
+            be the same on all of them.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class Mixer:
     ) -> None:
         self._state = MixerState.IDLE
         self.size = network.size
-        """How many workers rounds are on."""
+        """The number of workers."""
         self._first_tag = first_tag
         # - What is mixed
         self._num_buckets = len(buckets)
@@ -98,22 +100,23 @@ class Mixer:
         self._telemetry = network.telemetry
         self._left_out = left_out
         self._compares_rounds = compares_rounds
-        # Those who go on after a failure have parameters as they were, and never half mixed.
-        self._whole = network.detector.survives
+        # Survivors continue from their own parameters after a failure. If buckets were mixed as
+        # they arrive, a failure could leave some mixed and others not.
+        self._drains_before_mixing = network.detector.survives
         self._in_flight: dict[int, Exchange | CodedExchange] = {}
-        self._said_undecoded = False
+        self._logged_undecoded = False
         self._comparison: Callable[[], None] | None = None
         self._started_at = 0.0
 
     def _inbox_of(self, tag: int, bucket: Tensor) -> Tensor:
-        """Return memory for what arrives of a bucket as it is: that of a sum, where it fits."""
+        """Return memory for messages of full buckets: a parcel's sum, if it has the same dtype."""
         parcel = self._parcels.get(tag)
         fits = parcel is not None and parcel.total.dtype == bucket.dtype
         return parcel.total if parcel is not None and fits else torch.empty_like(bucket)
 
     @property
     def state(self) -> MixerState:
-        """Where it is; broken from the first failure on, whichever wait it was in."""
+        """Its state; broken after the first failure of any exchange or collective of this rank."""
         return MixerState.BROKEN if self._detector.broken else self._state
 
     def start(
@@ -124,19 +127,20 @@ class Mixer:
         buckets: Sequence[int] | None = None,
         agrees_on: str = "",
     ) -> None:
-        """Begin to exchange buckets; returns at once.
+        """Start to exchange buckets; does not block.
 
         Args:
             round: who mixes with whom.
-            step: the step that will finish it, for whoever asks why it failed.
-            buckets: which of them, by index, besides exact and changing ones; by default all.
-            agrees_on: a digest that must be the same on all ranks, which compare it meanwhile.
+            step: the step that will finish it, for error messages.
+            buckets: indices of the buckets to exchange, besides exact and changing ones; by default
+                all.
+            agrees_on: a digest that must be equal on all ranks, compared while messages travel.
         """
         self._detector.raise_failure()
         assert self.state is MixerState.IDLE, "finish a round before the next one starts"
         self._detector.at(step, round.digest)
         self._started_at = time.perf_counter()
-        self._wire.check_round(round, f"at step {step}")
+        self._wire.check_round(round, f"at step {step}")  # raises before anything is posted
         digest = agrees_on or (round.digest if self._compares_rounds else "")
         is_local = not round.degree and round.num_workers > 1
         if is_local and not digest:
@@ -149,6 +153,7 @@ class Mixer:
         self._state = MixerState.IN_FLIGHT
 
     def _begin_exchanges(self, round: Round, step: int, buckets: Sequence[int] | None) -> None:
+        # Copies of changing buckets first: what is checked to be finite must be what is sent.
         for source, target in zip(self._sources, self._targets, strict=True):
             if source is not target:
                 source.copy_(target)
@@ -158,6 +163,8 @@ class Mixer:
         reduces = bool(round.reduces[self._transport.rank])
         coded = [] if reduces else [tag for tag in tags if tag in self._parcels]
         first, marks = self._first_tag, self._left_out.is_self
+        # In the same order on all ranks, coded buckets before others; see transport's
+        # Note [No deadlock].
         if coded:
             parcels = [(first + tag, self._parcels[tag]) for tag in coded]
             begun = self._transport.begin_coded(round, parcels, marks=marks)
@@ -169,7 +176,7 @@ class Mixer:
                 )
 
     def drain(self) -> None:
-        """Wait until nothing is on the wire; the mixing itself is left to ``finish``."""
+        """Wait for all messages in flight, without mixing, which is left to ``finish``."""
         self._detector.raise_failure()
         if self.state is MixerState.IN_FLIGHT:
             with record_function("Mixer::drain"):
@@ -180,7 +187,7 @@ class Mixer:
 
     def finish(self) -> None:
         """Wait for each bucket and mix it, in the order in which they were started."""
-        if self._whole:
+        if self._drains_before_mixing:
             self.drain()
         self._detector.raise_failure()
         assert self.state in (MixerState.IN_FLIGHT, MixerState.DRAINED), (
@@ -197,7 +204,7 @@ class Mixer:
                     self._mix(tag, exchange)
             self._landed(MixerState.IDLE)
         exchanges = self._in_flight.values()
-        if exchanges:  # else a local step
+        if exchanges:  # none in a local step that only compared rounds
             self._left_out.count(
                 (exchange.left_out for exchange in exchanges),
                 mean_moves=any(e.moves_mean for e in exchanges if isinstance(e, CodedExchange)),
@@ -205,13 +212,15 @@ class Mixer:
         self._in_flight = {}
 
     def discard(self) -> None:
-        """Wait until nothing is on the wire, and forget what was received, and sent."""
+        """Wait for all messages in flight, and discard them."""
         self.drain()
+        # Parameters may have been replaced: their norm must not be compared with that of the last
+        # round, as if a step had made them grow.
         self._left_out.forget_norms()
         self._state, self._in_flight = MixerState.IDLE, {}
 
     def drop(self) -> None:
-        """Let go of all memory, and of what is in flight, without a wait."""
+        """Release all memory and exchanges in flight, without waiting for them."""
         for exchange in self._in_flight.values():
             exchange.drop()
         self._in_flight, self._inboxes, self._sources, self._targets = {}, [], [], []
@@ -219,7 +228,7 @@ class Mixer:
         self._comparison = None
 
     def close(self) -> None:
-        """Wait for what is in flight, and let go of all memory."""
+        """Wait for exchanges in flight, and release all memory."""
         try:
             if self.state is MixerState.IN_FLIGHT:
                 self.drain()
@@ -229,41 +238,41 @@ class Mixer:
     # - State
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Return what the wire format keeps of each bucket, where it keeps anything."""
+        """Return the wire format's state of each bucket that has one."""
         states = [parcel.outbox.state_dict() for parcel in self._parcels.values()]
         return [state for state in states if state]
 
     def load_state_dict(self, states: Sequence[dict[str, Any]]) -> None:
-        """Continue from a state; anew where buckets are others, or of other members."""
+        """Resume from a state; reset where it is of other buckets or members."""
         parcels = self._parcels.values()
         load_outboxes([each.outbox for each in parcels], states, [each.bucket for each in parcels])
 
     def _mix(self, tag: int, exchange: Exchange) -> None:
-        """x_i ← w_ii x_i + Σ_j w_ij x_j, from what the exchange left in the inbox."""
+        """x_i ← w_ii x_i + Σ_j w_ij x_j, with the sum over neighbours in the inbox."""
         source, target, inbox = self._sources[tag], self._targets[tag], self._inboxes[tag]
         own = exchange.self_weight
         if self._left_out.is_self or (own == 1 and exchange.sums_to_one):
             return
         if not exchange.sums_to_one:
             target.mul_(own)
-            if exchange.received_weight:  # or the inbox may hold a mark
+            if exchange.received_weight:  # otherwise the inbox may hold a mark, whose NaN spreads
                 target.add_(inbox, alpha=exchange.received_weight)
         elif not exchange.includes_self:
             target.lerp_(inbox, 1 - own)
         elif source is target:
             target.copy_(inbox)
-        else:
+        else:  # the mean holds the copy that was sent: add this rank's share of the change since
             target.sub_(source).mul_(own).add_(inbox)
 
     def _mix_coded(self, exchange: CodedExchange) -> None:
         exchange.mix()
         self._telemetry.undecoded.update(exchange.undecoded)
-        if exchange.undecoded and not self._said_undecoded:
-            self._said_undecoded = True
+        if exchange.undecoded and not self._logged_undecoded:
+            self._logged_undecoded = True
             _log.warning(UNDECODED, "rank", self._transport.rank, "rank", exchange.undecoded[0])
 
     def _compare(self) -> None:
-        """Wait until all ranks have said which round they are in, where they compare that."""
+        """Wait for the comparison of rounds across ranks, if one was started."""
         if self._comparison is not None:
             began = time.perf_counter()
             self._comparison()

@@ -1,4 +1,4 @@
-"""What `model.state_dict()` is while workers differ, and a copy of it that any file can hold."""
+"""A warning on `model.state_dict()` while workers differ, and a copy of it that can be saved."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _log = logging.getLogger(__name__)
 
 @final
 class ModelState:
-    """The state of one worker's model; says once, where others ask for it, that it is one of many.
+    """Logs a warning once when user code calls ``model.state_dict()``: it is one of many replicas.
 
     Args:
-        model: whose state.
-        rank: of the worker.
-        num_workers: where there is one, its state is the model's, and nothing is said.
+        model: the model.
+        rank: the rank of this worker.
+        num_workers: with one worker, there is no warning.
     """
 
     def __init__(self, model: nn.Module, rank: int, num_workers: int) -> None:
@@ -38,10 +38,10 @@ class ModelState:
 
     @torch.no_grad()
     def copy(self) -> dict[str, Any]:
-        """Return the model's state in tensors that share memory with nothing.
+        """Return the model's state in tensors with storage of their own.
 
-        Parameters are views of buckets: a format that takes shared memory for tied weights would
-        keep one of each bucket.
+        Parameters are views of buckets: a format that detects tied weights by shared storage, such
+        as safetensors, would keep one tensor of each bucket.
         """
         with self.silent():
             state = self._model.state_dict()
@@ -54,7 +54,7 @@ class ModelState:
 
     @contextlib.contextmanager
     def silent(self) -> Generator[None]:
-        """Say nothing in a block that knows whose state it is."""
+        """Suppress the warning in a block that saves a replica on purpose."""
         before, self._silent = self._silent, True
         try:
             yield
@@ -62,20 +62,20 @@ class ModelState:
             self._silent = before
 
     def silence(self) -> None:
-        """Say nothing any more: what belongs to a replica's state is being saved with it."""
+        """Suppress the warning from now on: gossip's own state is saved with the replica."""
         self._silent = True
 
     def remove_hook(self) -> None:
-        """Let the model's state be its own again."""
+        """Remove the hook from the model."""
         self._hook.remove()
 
     def __call__(self, *_: object) -> None:
-        """Come after ``model.state_dict()``."""
+        """Run after ``model.state_dict()``."""
         if not self._silent:
             self._silent = True
             _log.warning(self._words)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A hook goes with its model into copies and pickles, which are no replicas: there it is a
-        # function that does nothing, and needs no gossamer to be loaded.
+        # The hook is copied and pickled with its model. There it becomes a function that does
+        # nothing, which can be unpickled without gossamer.
         return getattr, (contextlib.nullcontext(), "__exit__")

@@ -1,4 +1,4 @@
-"""One bucket whose messages are not the bucket itself: what is sent, and what arrives of others."""
+"""Coded exchanges of one bucket: its encoded message, and the decoding of others' messages."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Parcel:
     """The memory of one bucket's coded exchanges, from round to round.
 
     Args:
-        bucket: what is sent and mixed; it must not change while an exchange of it is in flight.
-        codec: writes and reads messages.
+        bucket: the bucket to exchange; it must not change while an exchange is in flight.
+        codec: encodes and decodes messages.
     """
 
     def __init__(self, bucket: Tensor, codec: Codec) -> None:
@@ -32,14 +32,14 @@ class Parcel:
 
 @final
 class CodedExchange(InFlight):
-    """One bucket's exchange by differences with what was sent.
+    """The exchange of one bucket by encoded messages.
 
     Args:
         parcel: its memory.
         self_weight: weight that the worker keeps on its own parameters.
-        receivers: the ranks that get what it sends.
+        receivers: the ranks that receive its message.
         keeps_rest: as of ``Differences``.
-        marks: whether this rank says that it is left out.
+        marks: whether this rank is left out, and sends a mark.
     """
 
     def __init__(
@@ -73,22 +73,22 @@ class CodedExchange(InFlight):
         return self._differences.moves_mean
 
     def fill(self) -> Tensor:
-        """Write what this rank sends, and return it."""
+        """Encode this rank's message, and return it."""
         outbox = self.parcel.outbox
         outbox.fill_mark() if self._marks else outbox.fill(self.parcel.bucket)
         return outbox.message
 
     def take(self, received: Tensor, sender: int, weight: float) -> None:
-        """Add the difference of what arrived, unless this rank does not mix."""
+        """Add the difference of a message, unless this rank is left out."""
         if not self._marks:
             self._differences.take(received, sender, weight)
 
     def complete(self) -> None:
-        """Come after the last message was taken."""
+        """Run after the last message was added."""
         if not self._marks:
             self._differences.complete()
 
     def mix(self) -> None:
-        """Mix the bucket, unless this rank does not."""
+        """Mix the bucket, unless this rank is left out."""
         if not self._marks:
             self._differences.mix()

@@ -1,4 +1,4 @@
-"""What must hold before a model can gossip: checks of one rank that send nothing."""
+"""Preconditions of gossip that one rank can check by itself, before anything is sent."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ _log = logging.getLogger(__name__)
 
 
 def check_positive(name: str, value: object, positive: bool) -> None:
-    """Raise where an argument is not above 0."""
+    """Raise if an argument is not above 0."""
     if not positive:
         raise UserError(f"{name} must be above 0, got {value}; leave it out for the default")
 
 
 def check_device(wire: Wire, device: torch.device) -> None:
-    """Raise where a wire format does not work where parameters are."""
+    """Raise if a wire format does not work on the device of the parameters."""
     if wire.on_cpu_only and device.type != "cpu":
         raise UserError(
-            f"{wire} needs parameters in main memory, got them on {device}; use wire='bf16'"
+            f"{wire} needs parameters on the CPU, got them on {device}; use wire='bf16'"
         )
 
 
 def to_group(process_group: ProcessGroup | DeviceMesh | None, model: nn.Module) -> ProcessGroup:
-    """Return the group of the ranks that take part; of this one where it is the only process."""
+    """Return the group of the ranks that gossip; a group of one for a single process."""
     if process_group is not None:
         return _group_of(process_group, "along which replicas differ, as in mesh['replica']")
     if not dist.is_available() or not dist.is_initialized():
-        # Other devices travel over the backend of torch's own group, which must be there.
+        # Tensors on other devices are sent by the backend of torch's own group: it must exist.
         if is_alone() and all(p.device.type == "cpu" for p in model.parameters()):
             _log.info("no process group is initialized: one worker, without others to mix with")
             return group_of_one()
@@ -69,11 +69,11 @@ def _group_of(group: ProcessGroup | DeviceMesh, meant: str) -> ProcessGroup:
 def to_within(
     within: ProcessGroup | DeviceMesh | None, model: nn.Module, between: ProcessGroup
 ) -> ProcessGroup | None:
-    """Return the ranks that one replica is on; none where it is on this rank alone.
+    """Return the group of the ranks that hold this rank's replica; None for this rank alone.
 
     Args:
-        within: what a user gave: ranks that hold the same replica, because DDP connects them.
-        model: where it is sharded, it knows the ranks by itself.
+        within: the user's argument: ranks that hold the same replica, because DDP connects them.
+        model: if it is sharded, the group is read from its shards.
         between: the ranks that gossip.
     """
     sharded_over = shard_group(model, between)
@@ -81,7 +81,7 @@ def to_within(
         return sharded_over
     if sharded_over is not None:
         raise UserError(
-            "within= is for ranks that hold a whole replica each, got it with a model whose shards "
+            "within= is for ranks that hold a full replica each, got it with a model whose shards "
             "name their ranks; leave it out"
         )
     group = _group_of(within, "inside a node, as in mesh['within']")
@@ -95,18 +95,18 @@ def to_within(
     if len(ranks) > 1 and not is_wrapped_over(ranks, model):
         raise UserError(
             "the ranks within a node must average their gradients, got within= with a model that "
-            f"no DDP over ranks {sorted(ranks)} wraps; make the wrapper before decentralize(), by "
+            f"no DDP over ranks {sorted(ranks)} wraps; wrap it before decentralize(), by "
             "DistributedDataParallel(model, process_group=...), or leave within= out"
         )
     return group
 
 
 def to_survival(on_failure: str) -> bool:
-    """Return whether training is to go on when a worker is lost."""
+    """Return whether training continues when a worker is lost."""
     if on_failure not in ("raise", "continue"):
         raise UserError(
-            f"on_failure must be 'raise' or 'continue', got {quoted(on_failure)}; 'continue' goes "
-            "on with the workers that are left"
+            f"on_failure must be 'raise' or 'continue', got {quoted(on_failure)}; 'continue' "
+            "trains on with the survivors when a worker is lost"
         )
     return on_failure == "continue"
 
@@ -114,7 +114,7 @@ def to_survival(on_failure: str) -> bool:
 def check_survival(
     topology: object, process_group: ProcessGroup, parameter: Tensor, num_shards: int
 ) -> None:
-    """Raise where training could not go on without some of the ranks."""
+    """Raise if training could not continue after the loss of a rank."""
     if not isinstance(topology, str) and not callable(topology):
         raise UserError(
             "on_failure='continue' needs a topology for any number of workers, got a "
@@ -123,31 +123,30 @@ def check_survival(
         )
     if num_shards > 1:
         raise UserError(
-            "on_failure='continue' needs replicas of one rank each, got some on "
+            "on_failure='continue' needs each replica on one rank, got replicas on "
             f"{num_shards} ranks of a node, which are lost with one of them; use on_failure='raise'"
         )
     if parameter.device.type != "cpu":
         raise UserError(
-            "on_failure='continue' needs tensors that travel over Gloo, got some on "
-            f"{parameter.device}; "
-            "use on_failure='raise'"
+            "on_failure='continue' needs parameters on the CPU, which are sent over Gloo, got "
+            f"them on {parameter.device}; use on_failure='raise'"
         )
     store = process_group.get_group_store()
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    # torch says it nowhere else: a store that this process serves ends with it.
+    # Only its repr tells whether this process serves the store: then survivors would lose it.
     if "server=TCPServer" in repr(store):
         raise UserError(
-            "on_failure='continue' needs a store that no worker holds, for it ends with its "
-            f"process, got one in that of rank {process_group.rank()}; start workers with "
-            "`gossamer launch`, or give init_process_group a TCPStore of another process"
+            "on_failure='continue' needs a store that no worker holds, because it ends with its "
+            f"process, got one in the process of rank {process_group.rank()}; start workers with "
+            "`gossamer launch`, or pass init_process_group a TCPStore of another process"
         )
 
 
 def check_wrapper(model: nn.Module, process_group: ProcessGroup) -> None:
-    """Raise where something else already keeps these ranks' parameters in step.
+    """Raise if DDP or FSDP already synchronizes ranks of the group.
 
-    DDP within a node and gossip between nodes is fine: then the two groups share this rank alone.
+    DDP within a node and gossip between nodes is allowed: the two groups share only this rank.
     """
     if any(
         is_a(module, "torch.distributed.fsdp", "FullyShardedDataParallel")
@@ -171,7 +170,7 @@ def check_wrapper(model: nn.Module, process_group: ProcessGroup) -> None:
 
 
 def trained_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[Tensor]:
-    """Return the parameters to mix, after all checks of them and of what trains them."""
+    """Return the parameters to mix, after all checks of them and of the optimizers."""
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     _check_held(named.values(), optimizers)
     for optimizer in optimizers:
@@ -188,7 +187,7 @@ def trained_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> lis
 
 
 def _check_held(trained: Collection[Tensor], optimizers: Sequence[Optimizer]) -> None:
-    """Raise where optimizers train other parameters than the model's, or one of them twice."""
+    """Raise if optimizers hold parameters of another model, or one parameter twice."""
     known = {id(p) for p in trained}
     held = [p for p in held_by(optimizers) if p.requires_grad]
     strangers = sum(id(p) not in known for p in held)
@@ -201,7 +200,8 @@ def _check_held(trained: Collection[Tensor], optimizers: Sequence[Optimizer]) ->
     twice = len(held) - len({id(p) for p in held})
     if twice:
         raise UserError(
-            f"each parameter must be in one optimizer, got {twice} in two; give each its own"
+            f"each parameter must be in one optimizer, got {twice} in two; split the parameters "
+            "among them"
         )
 
 
@@ -211,10 +211,10 @@ def _check_optimizer(optimizer: Optimizer) -> None:
             "an optimizer must take one gradient per step, got LBFGS, which evaluates the closure "
             "again at points that other workers do not know; use SGD or Adam"
         )
-    if "_optimizer_step_pre_hooks" not in vars(optimizer):  # where torch keeps them
+    if "_optimizer_step_pre_hooks" not in vars(optimizer):  # set by torch's constructor
         raise UserError(
-            f"an optimizer must take hooks around its step, got {type(optimizer).__name__}, "
-            "which only calls another one's; pass the one inside, as optimizer.optimizer"
+            f"an optimizer must support step hooks, got {type(optimizer).__name__}, which only "
+            "wraps another optimizer; pass the wrapped one, as optimizer.optimizer"
         )
 
 

@@ -1,4 +1,4 @@
-"""What an algorithm's step works on, on a rank: one worker's tensors, and exchanges with peers."""
+"""The ``StepContext`` of a rank: one worker's tensors, and exchanges with its peers."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class RankContext:
 
     Args:
         trained: its parameters.
-        names: of them in the model's state.
-        algorithm: what it keeps.
-        optimizers: what updates them.
-        replica: holds the states that an algorithm keeps.
-        mixers: of each state that is exchanged, by name.
-        source: gives the rounds of every step, and sees gradients before the update.
-        packing: which buckets each step exchanges.
+        names: their names in the model's state.
+        algorithm: the algorithm that runs on it.
+        optimizers: the optimizers that update the parameters.
+        replica: holds the states of the algorithm.
+        mixers: a mixer per exchanged state, by name.
+        source: returns the rounds of every step, and observes gradients before the update.
+        packing: the buckets that each step exchanges.
     """
 
     def __init__(
@@ -53,21 +53,21 @@ class RankContext:
         self._replica = replica
         self._mixers = mixers
         self.mixer = mixers[PARAMETERS]
-        """Of the parameters: all that may be in flight between two steps."""
+        """The mixer of parameters, which may be in flight between two steps; no other may."""
         self.source = source
         self._packing = packing
         self._started: dict[str, Sequence[int]] = {}  # the buckets in flight, by state
         self.first_mixed = 0
-        """The first step that is mixed; those before are local, for others have been past them."""
+        """The first step that is mixed. Earlier ones are local, as other members are past them."""
         self._to_agree_on = ""
 
     @property
     def parameters(self) -> Sequence[Tensor]:
-        """What this rank holds of its worker's parameters."""
+        """The parameters of this rank, or its shards of them."""
         return locals_of(self._trained)
 
     def gradients(self) -> Sequence[Tensor]:
-        """Return the gradients; zeros where the loss did not depend on a parameter."""
+        """Return the gradients; zeros if the loss did not depend on a parameter."""
         self._refuse_scaled()
         for parameter in self._trained:
             if parameter.grad is None:
@@ -80,7 +80,7 @@ class RankContext:
         return [local(p.grad) for p in self._trained if p.grad is not None]
 
     def _refuse_scaled(self) -> None:
-        """Raise where a scaler has yet to unscale gradients, or to skip those that overflowed."""
+        """Raise if a GradScaler has not yet unscaled gradients, or checked them for infinities."""
         if not step_call.is_scaled():
             return
         fused = any(getattr(each, "found_inf", None) is not None for each in self._optimizers)
@@ -93,7 +93,7 @@ class RankContext:
             )
 
     def memory(self, name: str) -> Sequence[Tensor]:
-        """Return a state that an algorithm keeps."""
+        """Return a state of the algorithm."""
         return self._replica.states[name]
 
     def weights(self) -> Sequence[Tensor]:
@@ -102,34 +102,34 @@ class RankContext:
         return [weight.to(parameter.dtype) for parameter in self._trained]
 
     def reset_weight(self) -> None:
-        """Let the worker's weight be 1 again."""
+        """Set the worker's weight to 1."""
         self._replica.weight.fill_(1.0)
 
     def learning_rates(self) -> Sequence[float]:
-        """Return the rate that each parameter is updated with."""
+        """Return the learning rate of each parameter."""
         return rates_of(self._optimizers, self._trained)
 
     def optimizer_state(self, name: str) -> Sequence[Tensor]:
-        """Return tensors that the optimizers keep for each parameter."""
+        """Return a state tensor of the optimizers for each parameter."""
         return locals_of(states_of(self._optimizers, self._trained, name))
 
     def rounds(self, step: int) -> Sequence[Round]:
-        """Return what a step mixes with."""
+        """Return the rounds of a step."""
         if step < self.first_mixed:
             return (nobody(self.mixer.size),)
         return self._note_decision(self.source.rounds(step))
 
     def resumed_rounds(self, step: int) -> Sequence[Round]:
-        """Return what ``rounds`` returned."""
+        """Return the rounds that ``rounds`` returned."""
         if step < self.first_mixed:
             return (nobody(self.mixer.size),)
         return self._note_decision(self.source.resume(step))
 
     def start(self, round: Round, step: int, state: str = PARAMETERS) -> None:
-        """Begin to exchange a state."""
+        """Start to exchange a state."""
         if step < self.first_mixed:
             return
-        agrees_on, self._to_agree_on = self._to_agree_on, ""
+        agrees_on, self._to_agree_on = self._to_agree_on, ""  # once per decision, not per exchange
         self._started[state] = buckets = self._packing.at(step)
         self._replica.collect(state, buckets)
         self._mixers[state].start(round, step, buckets=buckets, agrees_on=agrees_on)
@@ -142,31 +142,31 @@ class RankContext:
             self._replica.spread(state, self._started[state])
 
     def refuse_unfinished(self) -> None:
-        """Raise where anything but parameters is left in flight until the next step."""
+        """Raise if a state other than the parameters is in flight after a step."""
         for state, mixer in self._mixers.items():
             if mixer is not self.mixer and mixer.state is MixerState.IN_FLIGHT:
                 raise unfinished(self._algorithm, state)
 
     def _note_decision(self, rounds: tuple[Round, ...]) -> tuple[Round, ...]:
-        """Let the first exchange of a decision compare it: all ranks must have made it."""
+        """Make the next exchange compare the decision's digest: it must be equal on all ranks."""
         decision = self.source.decision
         self._to_agree_on = "" if decision is None else decision.digest
         return rounds
 
     def drop(self) -> None:
-        """Let go of what is in flight, without a wait."""
+        """Release exchanges in flight, without waiting for them."""
         for mixer in self._mixers.values():
             mixer.drop()
 
     def close(self) -> None:
-        """Wait for what is in flight, and let go of all memory."""
+        """Wait for exchanges in flight, and release all memory."""
         for mixer in self._mixers.values():
             mixer.close()
 
     # - State
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what an algorithm keeps; references, as in torch."""
+        """Return the algorithm's state; references, as in torch."""
         state: dict[str, Any] = {
             name: [sharded_as(t, p) for t, p in zip(tensors, self._trained, strict=True)]
             for name, tensors in self._replica.states.items()
@@ -174,12 +174,12 @@ class RankContext:
         }
         if not self._replica.weighted:
             return state
-        # Whoever averages saved replicas weighs these, and nothing else that was saved with them.
+        # An average of saved replicas weights exactly these tensors, and not moments or statistics.
         return {**state, "weight": self._replica.weight, "weighed": [*self._names]}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state of the same algorithm."""
+        """Resume from a state of the same algorithm."""
         for name in self._replica.states.keys() - {*self._algorithm.scratch}:
             for tensor, saved in zip(self._replica.states[name], state[name], strict=True):
                 tensor.copy_(local(saved))

@@ -1,4 +1,4 @@
-"""What one rank measures of its parameters and gradients, for all ranks to know."""
+"""Measurements of parameters and gradients, gathered from all ranks."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from gossamer.topology.arrays import FloatArray
 _log = logging.getLogger(__name__)
 
 _NOT_TRAINING = -1
-"""In place of a learning rate; these are not the bits of one."""
+"""In place of a learning rate; as bits of a float64 it is a NaN, which no rate is."""
 
 
 @final
 class RankMeter:
-    """Measures this rank, and gathers what all ranks measured.
+    """Measures this rank, and gathers the measurements of all ranks.
 
     Args:
-        trained: the parameters, in an order that is the same on all ranks.
-        optimizers: the first one's learning rate is the one that a controller sees.
-        collectives: how measurements travel.
-        weight: how much of the sum of all parameters this worker has, where that is not 1.
+        trained: the parameters, in the same order on all ranks.
+        optimizers: controllers observe the learning rate of the first one.
+        collectives: gathers measurements.
+        weight: the worker's weight under push-sum, otherwise 1.
         within: the ranks that hold shards of the same parameters.
     """
 
@@ -50,33 +50,33 @@ class RankMeter:
         self._collectives = collectives
         self._weight = weight
         self._within = within or Within()
-        # Other signs at every place: with the same ones, sketches of shards would not add up to one
-        # of the whole, for differences of opposite sign would cancel.
+        # The sketches of a replica's shards are summed. They need different random signs on every
+        # rank of a node: with equal signs, differences of opposite sign in two shards would cancel.
         self._sketch = Sketch(seed=self._within.place)
         self._outliers = OutlierWatch("rank", _log)
         self.training = True
-        """Whether this rank takes steps of its own, and not only mixes inside join()."""
+        """Whether this rank still trains; False while it only mixes inside join()."""
 
     def begin_parameters(self) -> Gathered:
-        """Begin to collect sketches of all workers' parameters."""
+        """Start to gather sketches of all workers' parameters."""
         collect = self._begin(locals_of(self._trained))
         return lambda: self._outliers.look(collect())
 
     def begin_gradients(self) -> Gathered:
-        """Begin to collect sketches of all workers' gradients."""
+        """Start to gather sketches of all workers' gradients."""
         grads = [
             local(p.grad if p.grad is not None else torch.zeros_like(p)) for p in self._trained
         ]
         if not self.training:
-            return self._begin(grads, math.nan)  # of a step that was not taken
-        # A fused optimizer gets gradients as a GradScaler has scaled them.
+            return self._begin(grads, math.nan)  # this rank has no gradient at this step
+        # A fused optimizer receives gradients before a GradScaler has unscaled them.
         scaled = getattr(self._optimizer, "grad_scale", None)
         return self._begin(grads, 1.0 if scaled is None else 1 / float(scaled))
 
     def begin_lr(self, about: str) -> Callable[[], float]:
-        """Begin to agree on the learning rate: that of the first rank which still trains."""
+        """Start to agree on the learning rate: that of the first rank which still trains."""
         own = float(self._optimizer.param_groups[0]["lr"])
-        # As the bits of a float: what is gathered are integers.
+        # As the bits of a float64, because integers are gathered.
         (bits,) = struct.unpack("<q", struct.pack("<d", own))
         collect = self._collectives.begin_gather(bits if self.training else _NOT_TRAINING, about)
 
@@ -87,7 +87,7 @@ class RankMeter:
         return agreed
 
     def count_training(self) -> int:
-        """Return how many ranks still take steps of their own, at a step inside join()."""
+        """Return how many ranks still train, at a step inside join()."""
         return sum(self._collectives.begin_gather(int(self.training), "a step inside join()")())
 
     def norms(self) -> FloatArray:

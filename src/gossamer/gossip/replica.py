@@ -1,4 +1,4 @@
-"""A worker's replica of the model, as it is mixed and averaged."""
+"""A worker's replica of the model in buckets, for mixing and averaging."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from gossamer.wire import bucket_indices
 class Replica:
     """Holds the parameters of one worker in buckets, until it is released.
 
-    Parameters become views of buckets, which are exchanged. Two things may be otherwise:
+    Parameters become views of buckets, which are exchanged. There are two exceptions:
 
-    - Shards stay where FSDP2 has them, and buckets are copies of them: ``collect`` copies in before
-      an exchange, ``spread`` copies out what it was mixed to.
-    - Where several ranks hold the same replica, each exchanges its slice of every bucket, and
-      ``spread`` gathers the slices that the others have mixed. So all of them keep the same bits.
+    - Shards stay in FSDP2's storage, and buckets are copies of them: ``collect`` copies shards into
+      buckets before an exchange, ``spread`` copies the mixed buckets back.
+    - If several ranks hold the same replica, each exchanges its slice of every bucket, and
+      ``spread`` all-gathers the mixed slices. So their replicas stay equal bit for bit.
 
     Args:
-        model: whose running statistics are mixed or averaged.
+        model: the model; its running statistics may be mixed or averaged.
         trained: its parameters that are mixed.
         rule: what happens to running statistics.
         bucket_mb: size of a bucket in megabytes.
-        algorithm: what it keeps besides parameters.
+        algorithm: declares the states to allocate.
         within: the ranks that hold other shards of the parameters, or the same parameters.
     """
 
@@ -52,25 +52,26 @@ class Replica:
         self._trained = trained
         self._sharded = sharded_modules(model) if any(map(is_sharded, trained)) else []
         self._copies = [shard.clone() for shard in locals_of(trained) if self._sharded]
+        # Shards are different parameters on each rank of a node, slices parts of the same.
         self._is_sliced = self._within.size > 1 and not self._sharded
         slices = self._within.size if self._is_sliced else 1
         self._in_bucket = bucket_indices(self._copies, bucket_mb)
         self.buckets = flatten_(self._copies or trained, bucket_mb, slices)
         self.changing = flatten_(statistics, bucket_mb) if rule.mixed else []
-        """Buckets of statistics, which a forward pass changes while they are sent."""
+        """Buckets of statistics, which a forward pass changes while they are in flight."""
         self._flattened = [
             *(trained if not self._sharded else ()),
             *(statistics if rule.mixed else ()),
         ]
         self._averaged: Sequence[Tensor] = statistics if rule.averaged else []
-        # - What the algorithm keeps
+        # - States of the algorithm
         kept = (*algorithm.tracked, *algorithm.kept)
         self.states = {name: [torch.zeros_like(p) for p in locals_of(trained)] for name in kept}
         self.weighted = algorithm.weighted
         self.weight = torch.ones(1, dtype=torch.float64, device=self.device)
-        """How much of the sum of all workers' parameters this worker has, where it is weighted."""
+        """The worker's weight under push-sum, otherwise 1."""
         self.exact = [self.weight] if self.weighted else []
-        """Exchanged with the parameters, in full."""
+        """Buckets that are exchanged along with the parameters in full precision."""
         self._held = {
             PARAMETERS: self.buckets,
             **{name: flatten_(self.states[name], bucket_mb, slices) for name in algorithm.tracked},
@@ -83,7 +84,7 @@ class Replica:
 
     @property
     def is_released(self) -> bool:
-        """Whether its tensors are the model's own again."""
+        """Whether parameters have been moved out of the buckets."""
         return not self.buckets
 
     @property
@@ -93,17 +94,17 @@ class Replica:
 
     @property
     def averaged(self) -> list[Tensor]:
-        """What is averaged over workers: parameters, and where it is the rule, statistics."""
+        """The tensors that are averaged over workers: parameters, and statistics by the rule."""
         parameters = locals_of(self._trained) if self._sharded else self.buckets
         return [*parameters, *self._averaged]
 
     @torch.no_grad()
     def collect(self, state: str = PARAMETERS, buckets: Sequence[int] | None = None) -> None:
-        """Let buckets hold what this rank has of a state, before it is exchanged or averaged.
+        """Copy shards into their buckets, before these are exchanged or averaged.
 
         Args:
-            state: which.
-            buckets: which of them, by index; by default all.
+            state: the name of the state.
+            buckets: indices of the buckets; by default all.
         """
         if self._sharded and state == PARAMETERS:
             for copy, shard in self._copied(buckets):
@@ -111,7 +112,7 @@ class Replica:
 
     @torch.no_grad()
     def spread(self, state: str = PARAMETERS, buckets: Sequence[int] | None = None) -> None:
-        """Let the parameters be what their buckets have been mixed to; arguments as of collect."""
+        """Copy mixed buckets to shards, or all-gather mixed slices; arguments as of collect."""
         if self._is_sliced:
             held = self._held[state]
             self._within.all_gather_(held if buckets is None else [held[b] for b in buckets])
@@ -120,7 +121,7 @@ class Replica:
                 shard.copy_(copy)
 
     def _copied(self, buckets: Sequence[int] | None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the copies in some buckets, each with its shard."""
+        """Yield the copies in some buckets, each with the shard that it is a copy of."""
         shards = locals_of(self._trained)
         for bucket in range(len(self._in_bucket)) if buckets is None else buckets:
             for index in self._in_bucket[bucket]:
@@ -143,7 +144,7 @@ class Replica:
                 weighted = average(sent * weight.to(sent.dtype))
                 yield from self._targets_of(bucket, weighted.div_(mean.to(sent.dtype)))
         if self._averaged:
-            # Many and small: one message for all of them.
+            # Many small tensors: one all-reduce for all of them.
             means = average(torch.cat([buffer.flatten() for buffer in self._averaged]))
             means = self._within.mean(means, "running statistics")
             sizes = [buffer.numel() for buffer in self._averaged]
@@ -151,7 +152,7 @@ class Replica:
                 yield buffer, mean.view_as(buffer)
 
     def _targets_of(self, bucket: Tensor, mean: Tensor) -> Generator[tuple[Tensor, Tensor]]:
-        """Yield what is to become a mean: the bucket, or the shards that it is a copy of."""
+        """Yield the tensors to copy a mean to: the bucket, or the shards that it is a copy of."""
         if not self._sharded:
             yield bucket, self._within.whole_of(mean) if self._is_sliced else mean
             return
@@ -161,7 +162,7 @@ class Replica:
 
     @contextlib.contextmanager
     def restored(self) -> Generator[Callable[[], None]]:
-        """Put back, bit for bit, what the code of a block changes; the function does so at once."""
+        """Restore parameters bit for bit after the block; the yielded function does so earlier."""
         reshard(self._sharded)
         saved = [tensor.detach().clone() for tensor in self.averaged]
 
@@ -175,11 +176,12 @@ class Replica:
             yield put_back
         finally:
             put_back()
-            # An average in the block has left something else in the copies, which may yet be mixed.
+            # A call in the block may have collected changed shards into the copies: a drained
+            # exchange that is mixed later must find the parameters that it sent.
             self.collect()
 
     def release(self) -> None:
-        """Give tensors storage of their own again."""
+        """Move tensors out of the buckets, into storage of their own."""
         flattened, self._flattened = self._flattened, []
         self.buckets, self.changing, self._averaged = [], [], []
         self._trained, self._copies, self._sharded = [], [], []

@@ -1,4 +1,4 @@
-"""A GradScaler whose ranks agree: a step is skipped on all of them or on none."""
+"""A GradScaler that skips a step on all ranks or on none."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from gossamer.gossip.gossip import Gossip, worker_of
 class GradScaler(torch.amp.GradScaler):
     """torch's GradScaler, for training in float16 with gossip.
 
-    Where one rank finds an infinity in its gradients, every rank skips the step and lowers its
-    scale. Each step therefore waits for one number from every rank; bfloat16 needs no scaler.
+    If one rank finds infinities in its gradients, every rank skips the step and lowers its scale.
+    So each step gathers one integer from every rank; bfloat16 needs no scaler.
 
     Args:
-        gossip: whose ranks agree.
-        **options: as torch's, such as ``init_scale``.
+        gossip: the handle whose ranks skip steps together.
+        **options: those of torch's, such as ``init_scale``.
     """
 
     skips_on_all_ranks: ClassVar[bool] = True
-    """What the hook of a step asks a scaler for; torch's own has no such thing."""
+    """Checked by the hook of a step; torch's own GradScaler does not have it."""
 
     def __init__(self, gossip: Gossip, **options: Any) -> None:
         super().__init__(gossip.device.type, **options)
         self._worker = worker_of(gossip)
 
-    # Both ways of torch's step, with and without a fused optimizer, look for infinities here.
+    # torch's step checks for infinities here, with and without a fused optimizer.
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:

@@ -1,10 +1,10 @@
-"""Parameters that a rank holds a shard of, because FSDP2 spreads a replica over a node's ranks.
+"""Parameters that FSDP2 shards over the ranks of a node.
 
 ``fully_shard`` makes every parameter a DTensor and owns the storage of its local tensor. It may
-replace that tensor (a first forward pass pads it, loading replaces it), and leaves whole parameters
-in the modules after a forward pass without a backward pass. So a local tensor is asked for whenever
-it is needed, and modules are resharded before it is read or written: a forward pass would else
-compute with whole parameters from before.
+replace that tensor (a first forward pass pads it, loading replaces it), and leaves unsharded
+parameters in the modules after a forward pass without a backward pass. So a local tensor must be
+fetched whenever it is needed, never cached, and modules are resharded before it is read or written:
+the next forward pass would otherwise compute with the old unsharded parameters.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _TENSOR, _FSDP = "torch.distributed.tensor", "torch.distributed.fsdp"
 
 
 def is_a(thing: object, module: str, name: str) -> bool:
-    """Whether it is of a class whose module takes long to import, and need not be imported here."""
+    """Whether an object is of a class, without importing its module, which takes long."""
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(thing, getattr(loaded, name))
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether this rank holds a shard of a tensor only."""
+    """Whether this rank holds only a shard of a tensor."""
     return is_a(tensor, _TENSOR, "DTensor")
 
 
 def local(tensor: Any) -> Tensor:
-    """Return what this rank holds of a tensor, sharing its memory and version."""
+    """Return this rank's part of a tensor, which shares its memory and version counter."""
     if not is_sharded(tensor):
         return tensor
     with torch.no_grad():
@@ -44,14 +44,14 @@ def local(tensor: Any) -> Tensor:
 
 
 def locals_of(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return what this rank holds of tensors: the tensors, where none is sharded."""
+    """Return this rank's parts of tensors; the tensors themselves if none is sharded."""
     return [local(t) for t in tensors] if any(map(is_sharded, tensors)) else tensors
 
 
 def sharded_as(shard: Tensor, parameter: Any) -> Tensor:
-    """Return a tensor of which this rank holds this shard, spread as a parameter is.
+    """Return a DTensor with this shard, sharded as a parameter is.
 
-    With it, whatever saves the parameter right saves this right.
+    So distributed checkpoints, which save the parameter correctly, also save this correctly.
     """
     if not is_sharded(parameter):
         return shard
@@ -71,17 +71,17 @@ def sharded_modules(model: nn.Module) -> list[Any]:
 
 
 def reshard(modules: Iterable[Any]) -> None:
-    """Let modules hold shards again, where a forward pass has left whole parameters in them."""
+    """Reshard modules in which a forward pass has left unsharded parameters."""
     for module in modules:
         module.reshard()
 
 
 def shard_group(model: nn.Module, between: ProcessGroup) -> ProcessGroup | None:
-    """Return the ranks that hold the model's parameters together; none where it is not sharded.
+    """Return the group of ranks that the model is sharded over; None if it is not sharded.
 
     Args:
-        model: refused where its shards are not those of ``fully_shard`` within a node.
-        between: the ranks that gossip; of the others it must have this one alone.
+        model: raises if its shards are not those of ``fully_shard`` within a node.
+        between: the ranks that gossip; it may share only this rank with the group.
     """
     modules = sharded_modules(model)
     reshard(modules)
@@ -102,8 +102,8 @@ def shard_group(model: nn.Module, between: ProcessGroup) -> ProcessGroup | None:
         if parameter.requires_grad and not is_sharded(parameter):
             raise UserError(
                 "either all trained parameters must be sharded or none, got "
-                f"{name}, which is whole, and whose gradient FSDP does not average; call "
-                "fully_shard() on the whole model after its parts"
+                f"{name}, which is not, and whose gradient FSDP does not average; call "
+                "fully_shard() on the root model after its parts"
             )
     group = meshes[0].get_group()
     if shared := ranks_in_both(dist.get_process_group_ranks(group), between):
@@ -116,18 +116,18 @@ def shard_group(model: nn.Module, between: ProcessGroup) -> ProcessGroup | None:
 
 
 def _mesh_of(name: str, parameter: Any, by_fsdp: bool) -> Any:
-    """Return the mesh that a parameter is sharded over, after all checks of it."""
+    """Return the mesh that a parameter is sharded over; raise if gossip does not support it."""
     mesh, placements = parameter.device_mesh, parameter.placements
     if not by_fsdp:
         raise UserError(
-            f"parameters must be whole on every rank, or shards of FSDP2, got {name}, a DTensor "
-            "that fully_shard() does not own, as tensor parallelism makes them; use plain tensors, "
+            f"parameters must be plain tensors, or shards of FSDP2, got {name}, a DTensor that "
+            "fully_shard() does not own, as tensor parallelism makes them; use plain tensors, "
             "or fully_shard(model, mesh=mesh['within'])"
         )
     if mesh.ndim != 1 or not placements[0].is_shard():
         raise UserError(
             "shards must be those of fully_shard() on a mesh of one dimension, got "
             f"{name}, placed as {placements} on one of {mesh.ndim}, as HSDP and tensor parallelism "
-            "do; shard over the ranks of a node alone, and let gossip connect nodes"
+            "do; shard over the ranks of a node only, and let gossip connect nodes"
         )
     return mesh

@@ -1,8 +1,8 @@
 """One step of training on a rank, around ``optimizer.step()``.
 
-The user's loop stays as it is. A hook before the first optimizer's update and one after the last
-one's do what the algorithm asks for (``gossamer.algorithms``); several optimizers, closures and
-steps within steps are brought to that here.
+The user's loop does not change. A hook before the first optimizer's update and one after the last
+one's call the algorithm (``gossamer.algorithms``). This module reduces several optimizers, closures
+and nested steps to that.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ _log = logging.getLogger(__name__)
 
 @final
 class Step:
-    """Takes steps of training, one after the other; its hooks make optimizers' steps part of them.
+    """Runs an algorithm around the steps of optimizers, by hooks on them.
 
     Args:
         optimizers: each takes one step per step of training.
         algorithm: what a step does around updates.
-        epochs: what it works on, with whom, and what is in flight between steps.
-        guard: who sees parameters that are not what is sent.
-        wrappers: who sees that gradients are averaged, too.
-        entry: the step that this worker begins with, where it comes later.
+        epochs: the current epoch: its members, buckets, and exchanges in flight.
+        guard: detects parameters that changed or were replaced.
+        wrappers: detects DDP that averages gradients of gossiping ranks.
+        entry: the first step of a worker that joins; None for the others.
     """
 
     def __init__(
@@ -59,21 +59,21 @@ class Step:
         self.last_norms: FloatArray | None = None
         self.norms_step = 0
         self.joining = False
-        """Whether ranks may be at different places: the user is inside join()."""
+        """Whether ranks may be at different steps: the user is inside join()."""
         self.paused_by = ""
-        """The block that the user is inside of, in which no step may be taken."""
-        # - What takes part
+        """The name of the block that the user is in, if it must not contain steps."""
+        # - What a step uses
         self._optimizers = optimizers
         self._algorithm = algorithm
         self._epochs = epochs
         self._guard = guard
         self._wrappers = wrappers
-        # - The step that is being taken
+        # - The current step
         self._stepped: list[Optimizer] = []
         self._begun = False
-        self._has_looked = False
+        self._has_scanned = False
         # - Hooks
-        untraced: Any = torch.compiler.disable  # where a user compiles the optimizer's step
+        untraced: Any = torch.compiler.disable  # the user may compile the optimizer's step
         self._hooks = [
             hook
             for optimizer in optimizers
@@ -117,24 +117,24 @@ class Step:
             self._count(optimizer)
 
     def skip(self, optimizer: Optimizer) -> None:
-        """Count an optimizer's step as taken, though all ranks agreed to skip it."""
+        """Count an optimizer's step that all ranks have agreed to skip."""
         assert optimizer in self._optimizers, "an optimizer of another gossip"
         self._count(optimizer)
 
     def _count(self, optimizer: Optimizer) -> None:
         self._stepped.append(optimizer)
         if len(self._stepped) == len(self._optimizers):
-            if self._begun:  # else all were skipped
+            if self._begun:  # not if all optimizers were skipped
                 self._finish()
             self._stepped = []
 
     def _begin(self) -> None:
-        """Come between backward pass and the first optimizer's update."""
+        """Run between the backward pass and the first optimizer's update."""
         if self._algorithm.acts_before_update:
             step_call.refuse_inside_backward(self._algorithm.name)
-        if not self._has_looked:
-            self._has_looked = True
-            self._wrappers.look()  # a framework may have made one since
+        if not self._has_scanned:
+            self._has_scanned = True
+            self._wrappers.scan()  # a framework may have wrapped the model after decentralize()
         self._check_unchanged()
         if self.joining:
             self._meter.count_training()
@@ -144,19 +144,21 @@ class Step:
     @torch.no_grad()
     def _before_first_update(self) -> None:
         def begin() -> None:
-            if not self.is_alone:  # or others may be in calls that this worker is yet to make
+            # Otherwise members may be in calls that this worker has yet to make: a worker that is
+            # admitted now would not make them, and those members would wait for it.
+            if not self.is_alone:
                 self._epochs.admit()
             if not self._is_behind:
                 self._context.source.before_update(self.num_steps)
             self._algorithm.before_update(self._context, self.num_steps)
 
         while not self._survived(begin, STEP):
-            pass  # from its beginning, with those who are left
+            pass  # again from its beginning, with the survivors
 
     def _finish(self) -> None:
-        """Come between the last optimizer's update and the next forward pass."""
-        self._stepped, self._begun = [], False
-        self._guard.renew()
+        """Run between the last optimizer's update and the next forward pass."""
+        self._stepped, self._begun = [], False  # also if the exchange fails: the update was taken
+        self._guard.renew()  # after the update and before the exchange: later changes are errors
 
         def finish() -> None:
             if self.num_steps in self._epochs.current.norm_steps and not self._is_behind:
@@ -166,37 +168,41 @@ class Step:
                 self._algorithm.after_update(self._context, self.num_steps)
             self._context.refuse_unfinished()
 
-        self._survived(finish, updated=True)  # or what it would have mixed stays unmixed
+        # Not repeated after a loss: the update has been taken, and stays unmixed.
+        self._survived(finish, updated=True)
         self.num_steps += 1
 
     # - When a worker is lost
 
     @property
     def _is_behind(self) -> bool:
-        """Whether others have been past this step when the epoch began: then it is local."""
+        """Whether other members were past this step when the epoch began: then it is local."""
         return self.num_steps < self._epochs.current.first_step
 
     @property
     def has_just_joined(self) -> bool:
-        """Whether this worker came when others trained, and has taken no step with them yet."""
+        """Whether this worker has joined, and not taken a step yet."""
         return self.num_steps == self._entry
 
     @property
     def is_alone(self) -> bool:
-        """Whether others may have been asked already what this rank would ask them now.
+        """Whether a collective of this step may lack ranks that made it in the epoch before.
 
-        That is so up to the first step of an epoch: some of them began it in the epoch before.
+        That is so up to the first step of an epoch: some members began that step before it.
         """
         first_step = self._epochs.current.first_step
         return first_step > 0 and self.num_steps <= first_step
 
     def recover(self, error: ExchangeError, call: str = "", *, updated: bool = False) -> Decision:
-        """Go on from this worker's own parameters, with those who are left; return who they are.
+        """Begin the next epoch with the survivors, from this worker's own parameters.
 
         Args:
-            error: what failed.
-            call: the collective call that it was in.
-            updated: whether the step had been updated, and was not yet mixed.
+            error: the failure.
+            call: the collective call that failed.
+            updated: whether the current step's update was taken, and not yet mixed.
+
+        Returns:
+            The survivors' decision on the next epoch.
         """
         with torch.no_grad():
             if updated:
@@ -208,7 +214,7 @@ class Step:
     def _survived(
         self, part: Callable[[], object], call: str = "", *, updated: bool = False
     ) -> bool:
-        """Do a part of a step; return whether it came to its end before a worker was lost."""
+        """Run a part of a step; return False if a worker was lost, after recovering from it."""
         try:
             part()
             return True
@@ -235,52 +241,52 @@ class Step:
             )
         if self._stepped and step_call.closure_of(args, kwargs) is not None:
             raise UserError(
-                "with several optimizers gradients must be there before the first one's step, got "
-                "a closure for a later one; call backward() first and step() without a closure"
+                "with several optimizers gradients must be computed before the first one's step, "
+                "got a closure for a later one; call backward() first and step() without a closure"
             )
 
     # - Between two steps
 
     def algorithm_state(self) -> dict[str, Any]:
-        """Return what the algorithm keeps, where it keeps anything, as a part of a state."""
+        """Return the algorithm's state as an entry of a state dict; empty if it has none."""
         kept = self._context.state_dict()
         return {"algorithm": {"name": repr(self._algorithm), **kept}} if kept else {}
 
     @torch.no_grad()
     def load_algorithm(self, state: dict[str, Any]) -> None:
-        """Take it from a state; one of another algorithm, or of other members, starts anew."""
+        """Load the algorithm's state; reset it if the saved one is of another algorithm."""
         kept: dict[str, Any] = state.get("algorithm", {})
         if kept.get("name") == repr(self._algorithm):
             self._context.load_state_dict(kept)
             return
         self._algorithm.restart(self._context)
         if kept or self._context.state_dict():
-            _log.warning("the state is not of %r, which starts anew", self._algorithm)
+            _log.warning("the state is not of %r, which is reset", self._algorithm)
 
     def wire_state(self) -> dict[str, Any]:
-        """Return what the wire format keeps, where it keeps anything, as a part of a state."""
+        """Return the wire format's state as an entry of a state dict; empty if it has none."""
         kept = self._mixer.state_dict()
         return {"wire": kept} if kept else {}
 
     def load_wire(self, state: dict[str, Any]) -> None:
-        """Take it from a state; without one, or from one of other buckets, it starts anew."""
+        """Load the wire format's state; reset it if there is none, or it is of other buckets."""
         self._mixer.load_state_dict(state.get("wire", []))
 
     def norms_state(self) -> dict[str, Any]:
-        """Return the norms that were measured last, where any are, as a part of a state."""
+        """Return the last measured norms as entries of a state dict; empty if there are none."""
         if self.last_norms is None:
             return {}
         return {"norms_step": self.norms_step, "last_norms": torch.from_numpy(self.last_norms)}
 
     def load_norms(self, state: dict[str, Any], num_workers: int) -> None:
-        """Take them from a state; those of another number of workers are of no use."""
+        """Load the last measured norms; drop those of another number of workers."""
         norms: torch.Tensor | None = state.get("last_norms")
         of_these = norms is not None and norms.shape[1] == num_workers
         self.norms_step = state["norms_step"] if of_these else 0
         self.last_norms = norms.numpy() if norms is not None and of_these else None
 
     def refuse_amid_optimizers(self, call: str) -> None:
-        """Raise where some optimizers have taken this step and others not."""
+        """Raise if some optimizers have taken this step and others have not."""
         if self._begun:
             raise UserError(
                 f"{call} must come between two steps of training, got it after the first of "
@@ -288,13 +294,13 @@ class Step:
             )
 
     def drain(self) -> None:
-        """Wait until nothing is on the wire; raise where parameters changed while they were."""
+        """Wait for messages in flight; raise if parameters changed in the meantime."""
         self._check_unchanged()
         self._survived(lambda: self._mixer.drain())
 
     @contextlib.contextmanager
     def paused(self, call: str) -> Generator[None]:
-        """Drain, and refuse to take a step until the end of a block."""
+        """Drain, and reject optimizer steps until the end of the block."""
         self.drain()
         outer, self.paused_by = self.paused_by, call
         try:
@@ -303,7 +309,7 @@ class Step:
             self.paused_by = outer
 
     def restart(self) -> None:
-        """Drop what was received; exchange what parameters are now."""
+        """Discard the exchange in flight, and start it again from the current parameters."""
 
         def restart() -> None:
             self._mixer.discard()
@@ -313,15 +319,15 @@ class Step:
                 with torch.no_grad():
                     self._algorithm.resume(self._context, self.num_steps)
 
-        self._survived(restart)  # or this step is a local one
+        self._survived(restart)  # not repeated after a loss: the step is then local
 
     @contextlib.contextmanager
     def joined(self) -> Generator[None]:
-        """After the block, go on with steps without updates until all ranks have left theirs."""
+        """After the block, continue to mix without updates until all ranks have left theirs."""
         if not self._algorithm.plain:
             raise UserError(
-                f"join() goes on with steps that have no gradient, which {self._algorithm.name} "
-                "needs; give all ranks as many batches, or use algorithm='awc' or 'atc'"
+                f"join() continues with steps without a gradient, which {self._algorithm.name} "
+                "needs; give all ranks the same number of batches, or use algorithm='awc' or 'atc'"
             )
         self.joining = True
         try:
@@ -334,7 +340,7 @@ class Step:
             self.joining, self._meter.training = False, True
 
     def close(self) -> None:
-        """Remove every hook, wait for what is in flight, and let other gossips have parameters."""
+        """Remove all hooks, wait for exchanges in flight, and release the parameters."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

@@ -1,4 +1,4 @@
-"""What a hook can learn about the call of ``optimizer.step()`` that it is part of."""
+"""What a hook can find out about the call of ``optimizer.step()`` that it runs in."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gossamer.errors import UserError
 def evaluate_closure(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Run ``optimizer.step(closure)``'s closure now, so that gradients are those of unmixed x."""
+    """Evaluate the closure of ``optimizer.step(closure)`` now, at unmixed parameters."""
     closure = closure_of(args, kwargs)
     if closure is None:
         return args, kwargs
@@ -37,7 +37,7 @@ def evaluate_closure(
 
 
 def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-    """Return what ``optimizer.step`` was given to evaluate, if anything."""
+    """Return the closure that ``optimizer.step`` was called with, if any."""
     return args[1] if len(args) > 1 else kwargs.get("closure")
 
 
@@ -47,17 +47,17 @@ def is_scaled() -> bool:
 
 
 def refuse_other_scaler() -> None:
-    """Raise where torch's own GradScaler calls the step: ranks would skip steps each by itself."""
+    """Raise if torch's own GradScaler calls the step: ranks would skip different steps."""
     for scaler in _scalers():
         if not getattr(scaler, "skips_on_all_ranks", False):
             raise UserError(
-                "a GradScaler must skip a step on all ranks or on none, got torch's, which looks "
-                "at this rank's gradients only; use gossamer.GradScaler(gossip)"
+                "a GradScaler must skip a step on all ranks or on none, got torch's, which checks "
+                "only this rank's gradients; use gossamer.GradScaler(gossip)"
             )
 
 
 def refuse_inside_backward(algorithm: str) -> None:
-    """Raise where a backward pass calls the step: it would go on with changed parameters."""
+    """Raise if a backward pass calls the step: it would continue with changed parameters."""
     if torch._C._current_graph_task_id() != -1:  # pyright: ignore[reportPrivateUsage]
         raise UserError(
             f"{algorithm} acts before the first update, so optimizer.step() must come after the "
@@ -68,11 +68,11 @@ def refuse_inside_backward(algorithm: str) -> None:
 
 
 _HOOKED_STEP = Optimizer.profile_hook_step(lambda self: None).__code__
-"""What torch wraps every optimizer's step in, and what calls our hooks."""
+"""torch's wrapper of every optimizer's step, which calls the hooks."""
 
 
 def is_nested(optimizer: Optimizer) -> bool:
-    """Whether a hook comes from ``super().step()``: torch calls them for both classes' steps."""
+    """Whether a hook was called by ``super().step()``: torch calls hooks for both classes."""
     calls = (frame.f_locals.get("self") for frame in _callers(_HOOKED_STEP))
     return sum(caller is optimizer for caller in calls) > 1
 

@@ -1,4 +1,4 @@
-"""What a gossip has cost so far: counted where it happens, shown as ``Stats``."""
+"""Counters of bytes, messages and seconds of a gossip, and their totals, ``Stats``."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from gossamer.topology.cost import ring_bytes, ring_messages
 
 
 class ScalarWriter(Protocol):
-    """What takes scalars, such as ``torch.utils.tensorboard.SummaryWriter``."""
+    """A writer of scalars, such as ``torch.utils.tensorboard.SummaryWriter``."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
-        """Record one number."""
+        """Record one scalar."""
         ...
 
 
@@ -23,46 +23,46 @@ class ScalarWriter(Protocol):
 class Stats:
     """Totals of one rank since ``decentralize``.
 
-    Times are the host's: on a device whose work is queued they do not say when it was done.
+    Times are measured on the host: on a device, queued work may finish later.
     """
 
     num_steps: int
     bytes_sent: int
     messages_sent: int
     exposed_s: float
-    """Time that training stood still for an exchange."""
+    """Time that training was blocked by an exchange."""
 
     in_flight_s: float
     """Time between the start of exchanges and the end of the wait for them."""
 
     meeting_s: float
-    """Time that training stood still for collectives: GradScaler, join(), a control, averages."""
+    """Time that training was blocked by collectives: GradScaler, join(), a control, averages."""
 
     left_out: Mapping[int, int] = field(default_factory=dict[int, int])
     """By rank, in how many of this rank's rounds it was left out because its parameters were not
     finite: this rank itself, or one that it would have mixed with."""
 
     mean_moved: int = 0
-    """How many rounds moved the mean of those that mixed: weights are not symmetric, and a rank was
-    left out, or what it sent this one was not decoded."""
+    """Number of rounds that moved the mean of the ranks that mixed: weights are not symmetric, and
+    a rank was left out, or its message to this one was not decoded."""
 
     undecoded: Mapping[int, int] = field(default_factory=dict[int, int])
     """By rank, how many of its buckets this rank did not mix with, because one of the two could not
-    decode the other's: numbers differed by more than the wire format can tell."""
+    decode the other's: numbers differed by more than the range of the wire format."""
 
     failures: int = 0
-    """How often training went on without workers that were lost."""
+    """How often training continued without workers that were lost."""
 
     joins: int = 0
-    """How often training went on with workers that joined, one or several at a time."""
+    """How often training continued with workers that joined, one or several at a time."""
 
     recovery_s: float = 0.0
-    """Time from when this rank saw that until it was connected with those who were left,
-    or had joined."""
+    """Time from the detection of a loss or join until this rank was connected to the members of the
+    next epoch."""
 
     @property
     def exposed_per_step_s(self) -> float:
-        """How long a step waits for its exchange, on average."""
+        """Mean time that a step was blocked by its exchange."""
         return self.exposed_s / max(self.num_steps, 1)
 
     @property
@@ -71,7 +71,7 @@ class Stats:
         return 1 - self.exposed_s / self.in_flight_s if self.in_flight_s else 1.0
 
     def write_to(self, writer: ScalarWriter) -> None:
-        """Give every number to a TensorBoard writer, under ``gossip/``."""
+        """Write all totals to a TensorBoard writer, under ``gossip/``."""
         scalars = {
             **asdict(self),
             "left_out": sum(self.left_out.values()),
@@ -86,7 +86,7 @@ class Stats:
 @final
 @dataclass(slots=True)
 class Telemetry:
-    """Counts what one rank sends and how long it waits."""
+    """Mutable counters of one rank."""
 
     bytes_sent: int = 0
     messages_sent: int = 0
@@ -106,7 +106,7 @@ class Telemetry:
         self.bytes_sent += num_bytes
 
     def count_all_reduce(self, size: int, num_bytes: int) -> None:
-        """Count a ring all-reduce; numbers that ranks gather are not counted."""
+        """Count a ring all-reduce. Gathered integers and sketches are not counted."""
         self.count(ring_messages(size), ring_bytes(size, num_bytes))
 
     def stats(self, num_steps: int) -> Stats:

@@ -1,16 +1,18 @@
-"""Moving buckets between processes: the messages and all-reduces of a round.
+"""Sending buckets between processes: the messages and all-reduces of a round.
 
 Note [No deadlock]
-A round is begun bucket by bucket, in one order on all ranks, and beginning never waits: it posts
-every send of the bucket and its first receive. What waits is the collecting of further receives,
-one after the other into one spare tensor; it runs on a thread of its own, in the same order. Each
-message that anybody waits for has therefore been posted, or will be by a rank that need not wait
-for anything of this round before it posts. Where neighbours have not been connected yet, that
-thread connects them, in an order that all ranks share, before it posts and collects. Coded messages
-are written and posted by that thread, all of a round before it collects the first. All-reduces run
-on groups whose members all begin them in the same order. An exchange ends only when its sends have
-been taken, and a rank begins the next round after that; Gloo delivers the messages of one pair and
-tag in the order in which they were posted. So one step's message cannot be taken for another's.
+A round is started bucket by bucket, in the same order on all ranks, and starting never blocks: it
+posts every send of the bucket and its first receive. A thread of its own collects further messages,
+which blocks: one after the other into one spare tensor, in the same order of buckets. So each
+message that a rank waits for has been posted, or will be by a rank that waits for nothing of this
+round before it posts. If neighbours are not connected yet, the collecting thread connects them, in
+an order that all ranks share, before it posts and collects. That thread also encodes and posts
+coded messages, all of a round before it collects the first. All members of a group start its all-
+reduces in the same order.
+
+An exchange ends only when its sends have been received, and a rank starts the next round after
+that; Gloo delivers the messages of one pair and tag in the order in which they were posted. So a
+message of one step cannot be mistaken for that of another.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from gossamer.gossip.telemetry import Telemetry
 from gossamer.topology import Round
 
 _Posted: TypeAlias = tuple[list[Callable[[], None]], list[Callable[[], None]]]
-"""What waits for the first receive, if any, and for each send."""
+"""Functions that wait for the first receive, if there is one, and for each send."""
 
 
 @final
@@ -53,10 +55,11 @@ class _Role:
     """Sender and receiver of each connection that its messages need."""
 
     reduced_with: tuple[int, ...]
-    """The ranks to average with by an all-reduce; empty where the round runs as messages."""
+    """The ranks to average with by an all-reduce; empty if the round runs as messages."""
 
     in_group: bool
-    """Whether these ranks average exactly, by whatever means: all of them do, or none."""
+    """Whether this rank is in a group that averages exactly, by an all-reduce or by messages. If
+    one member is left out, none of them mixes."""
 
 
 @final
@@ -64,11 +67,11 @@ class Transport:
     """Exchanges tensors with neighbours on behalf of one rank.
 
     Args:
-        connections: how to reach them.
-        telemetry: counts what is sent.
-        rounds: rounds whose ranks are connected now: groups of three or more by process groups of
-            their own to all-reduce on, others by lanes. Ranks of other rounds are connected when
-            they begin one, and exchange messages, except where all form one group.
+        connections: the connections to neighbours.
+        telemetry: counts messages and bytes.
+        rounds: rounds whose ranks are connected now: groups of three or more by a process group
+            for their all-reduce, others by lanes. Ranks of later rounds are connected when they
+            start one, and exchange messages, unless all ranks form one group.
     """
 
     def __init__(
@@ -77,7 +80,8 @@ class Transport:
         self.rank, self.size = connections.rank, connections.size
         self._connections = connections
         self._telemetry = telemetry
-        # - Connections, opened now and in one order on all ranks, because opening waits
+        # - Connections. Opening blocks until the peers open the same one: in another order than
+        #   theirs it would deadlock.
         self._everyone = connections.everyone
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}
         self._role_in = lru_cache(maxsize=256)(self._make_role)
@@ -86,18 +90,18 @@ class Transport:
             for members in (self._everyone, *(self._reduced_with(round) for round in rounds)):
                 if members and members not in self._groups:
                     self._groups[members] = connections.open(members, "rounds")
-            for round in rounds:
+            for round in rounds:  # after all groups: a role depends on which of them are open
                 connections.open_lanes(self._role_in(round).lanes)
-        # - Further receives on the CPU; see Note [No deadlock]
+        # - The collecting thread, and its spare tensors by dtype; see Note [No deadlock]
         self._collector = Collector()
         self._spare: dict[torch.dtype, Tensor] = {}
 
     def begin(self, round: Round, source: Tensor, inbox: Tensor, tag: int) -> Exchange:
-        """Start one bucket's part of a round; see Note [No deadlock].
+        """Start the exchange of one bucket; does not block, see Note [No deadlock].
 
         Args:
             round: who mixes with whom.
-            source: what is sent; it must not change until the exchange has been waited for.
+            source: the tensor to send; it must not change until the exchange is complete.
             inbox: receives the mean of the neighbours, weighted as in the round.
             tag: index of the bucket.
         """
@@ -106,12 +110,13 @@ class Transport:
             role.self_weight, inbox, all_or_none=role.in_group, keeps_rest=round.keeps_consensus
         )
         if not role.reduced_with:
-            # Here, and not where they are sent: that may be later, on the collecting thread.
+            # Counted here, not where messages are posted: that may be on the collecting thread, and
+            # `+=` from two threads can lose counts.
             self._telemetry.count(len(role.receivers), len(role.receivers) * source.nbytes)
             begin = self._begin_over_gloo if self._connections.on_cpu else self._begin_over_nccl
             return exchange.after(begin(role, source, inbox, tag, exchange))
-        # Dividing while copying leaves the mean where a sum would need another pass. By the size,
-        # not times its rounded inverse: parameters would drift by that error, step after step.
+        # Dividing while copying saves a pass over the sum. By the size, not times its rounded
+        # inverse: that error has one sign, and parameters would drift by it at every step.
         torch.div(source, len(role.reduced_with), out=inbox)
         group = self._groups[role.reduced_with]
         what = f"the average of bucket {tag}"
@@ -122,15 +127,15 @@ class Transport:
     def begin_coded(
         self, round: Round, parcels: Sequence[tuple[int, Parcel]], *, marks: bool
     ) -> list[CodedExchange]:
-        """Start the coded exchanges of some buckets; see Note [No deadlock].
+        """Start the coded exchanges of some buckets; does not block, see Note [No deadlock].
 
-        The collecting thread writes and sends all of them before it waits for any.
+        The collecting thread encodes and posts all of them before it waits for any.
 
         Args:
             round: who mixes with whom.
-            parcels: tag and memory of each bucket, which must not change until the exchange has
-                been waited for.
-            marks: whether this rank says that it is left out.
+            parcels: tag and memory of each bucket, which must not change until the exchange is
+                complete.
+            marks: whether this rank is left out, and sends marks.
         """
         role = self._role_in(round)
         begun = [
@@ -152,12 +157,14 @@ class Transport:
                 source, inbox = exchange.fill(), exchange.parcel.incoming
                 exchange.after(self._begin_over_nccl(role, source, inbox, tag, exchange))
             return begun
+        # All posts are queued before the first collect, so that later buckets are in flight while
+        # earlier ones are decoded.
         posted = [
             self._collector.submit(partial(self._fill_and_post, role, tag, exchange))
             for tag, exchange in tagged
         ]
         for (tag, exchange), posts in zip(tagged, posted, strict=True):
-
+            # Defaults bind the loop's variables, which change before the thread runs.
             def collect(
                 tag: int = tag,
                 exchange: CodedExchange = exchange,
@@ -176,12 +183,12 @@ class Transport:
         return self._post(role, exchange.fill(), exchange.parcel.incoming, tag)
 
     def wait_for(self, exchange: InFlight) -> None:
-        """Return when the exchange's inbox is filled and its source may change again."""
+        """Block until the exchange is complete: its inbox is filled, its source may change."""
         with self._connections.detector.blocked():
             exchange.wait()
 
     def close(self) -> None:
-        """End the collecting thread and let go of connections; nothing may be in flight."""
+        """End the collecting thread and release connections; nothing may be in flight."""
         self._collector.end()
         # A reference cycle: with it connections, that to the store among them, would stay open
         # until a garbage collection, which is rare in a process that trains.
@@ -190,14 +197,14 @@ class Transport:
         self._groups.clear()
 
     def wait_idle(self, seconds: float) -> bool:
-        """Return whether the collecting thread waits for nothing, within a time."""
+        """Wait until the collecting thread is idle; return whether it is before the timeout."""
         return self._collector.wait_idle(seconds)
 
     def _begin_over_gloo(
         self, role: _Role, source: Tensor, inbox: Tensor, tag: int, exchange: Exchange
     ) -> list[Callable[[], object]]:
         if not self._connections.are_open(role.lanes):
-
+            # On the collecting thread, because opening blocks until the peer opens the lane, too.
             def connect_and_exchange() -> None:
                 self._connections.open_lanes(role.lanes)
                 first, sends = self._post(role, source, inbox, tag)
@@ -208,12 +215,12 @@ class Transport:
             return [self._collector.submit(connect_and_exchange).result]
         first, sends = self._post(role, source, inbox, tag)
         collect = partial(self._collect, role, inbox, tag, first, exchange)
-        if len(role.senders) < 2:
+        if len(role.senders) < 2:  # the only receive is posted: nothing is left for the thread
             return [collect, *sends]
         return [self._collector.submit(collect).result, *sends]
 
     def _post(self, role: _Role, source: Tensor, inbox: Tensor, tag: int) -> _Posted:
-        """Begin the first receive, and all sends; return what waits for them."""
+        """Post the first receive, and all sends; return the functions that wait for them."""
         first = [self._receive(inbox, sender, tag) for sender in role.senders[:1]]
         return first, [self._send(source, receiver, tag) for receiver in role.receivers]
 
@@ -225,11 +232,13 @@ class Transport:
         first: list[Callable[[], None]],
         exchange: InFlight,
     ) -> None:
-        """Wait for the first receive, and take the further ones one after the other."""
+        """Wait for the first receive, then receive and mix the others one after the other."""
         for wait in first:
             wait()
             exchange.take(inbox, role.senders[0], role.weights[0])
         for sender, weight in zip(role.senders[1:], role.weights[1:], strict=True):
+            # One spare tensor for all: a receive must be mixed before the next is posted, or that
+            # would overwrite it.
             spare = self._spare_like(inbox)
             self._receive(spare, sender, tag)()
             exchange.take(spare, sender, weight)
@@ -238,8 +247,9 @@ class Transport:
     def _begin_over_nccl(
         self, role: _Role, source: Tensor, inbox: Tensor, tag: int, exchange: InFlight
     ) -> list[Callable[[], object]]:
-        # One batch per bucket, as NCCL requires, so each message gets a tensor of its own, and a
-        # round of degree k holds k copies; waiting and mixing are ordered by the device's streams.
+        # NCCL needs sends and receives in one batch, or a send could block the receive that its
+        # peer waits for. So each message has a tensor of its own, and a round of degree k holds k
+        # copies. Waiting and mixing are ordered by the device's streams.
         inboxes = [inbox, *(torch.empty_like(inbox) for _ in role.senders[1:])]
         group = self._groups[self._everyone]
         operations = [
@@ -268,7 +278,7 @@ class Transport:
         return self._connections.begin(lambda: lane.send([source], 1, tag), what, (receiver,))
 
     def _spare_like(self, inbox: Tensor) -> Tensor:
-        """Return the spare tensor of the collecting thread, large enough for this inbox."""
+        """Return the collecting thread's spare tensor of this inbox's size."""
         spare = self._spare.get(inbox.dtype)
         if spare is None or spare.numel() < inbox.numel():
             spare = self._spare[inbox.dtype] = torch.empty_like(inbox)
@@ -277,8 +287,8 @@ class Transport:
     def _make_role(self, round: Round) -> _Role:
         own = round.neighbours(self.rank)
         reduced_with = self._reduced_with(round)
-        # Receive from the next rank first, and on around the circle: then not all wait for the
-        # same few senders at a time while the links of the others idle.
+        # Receive from the next higher rank first, then around the circle. In the order of ranks,
+        # all neighbours of rank 0 would wait for it at once, and the links of others would idle.
         order = np.argsort((own.receives.workers - self.rank) % self.size)
         reduces = reduced_with in self._groups
         senders, receivers = own.receives.workers[order].tolist(), own.sends.workers.tolist()
@@ -294,7 +304,7 @@ class Transport:
         )
 
     def _reduced_with(self, round: Round) -> tuple[int, ...]:
-        """Return the ranks that this one all-reduces with; none where it exchanges messages."""
+        """Return the ranks that this one all-reduces with; empty if it exchanges messages."""
         group = round.group_of(self.rank) if round.reduces[self.rank] else None
         return () if group is None else tuple(group.tolist())
 

@@ -1,8 +1,8 @@
-"""The ranks that hold one worker's replica together, within a node; gossip connects nodes.
+"""The ranks within a node that hold one worker's replica together; gossip connects nodes.
 
-Everything that is said of a worker (how far it is from the others, whether its parameters are
-finite) is of all of its parameters. So what one rank measures of what it holds is brought together
-here, on connections of their own: the same bits on every rank, whose decisions then agree.
+Measurements of a worker (its distance from others, whether its parameters are finite) are over all
+of its parameters. So the ranks of a node sum their partial results here, on connections of their
+own. Every rank must get the same bits: their decisions would otherwise differ, and deadlock.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gossamer.topology.arrays import FloatArray
 
 @final
 class Within:
-    """One rank's view of the ranks that its worker's replica is on; by default it is alone.
+    """One rank's view of the ranks that hold its worker's replica; by default this rank alone.
 
     Args:
         process_group: those ranks; nothing is sent on it.
@@ -39,12 +39,12 @@ class Within:
         """The index of this rank among them."""
         self._groups = [process_group] if process_group is not None and self.size > 1 else []
         self.boards = [NoticeBoard(group, timeout) for group in self._groups]
-        """Where they tell each other what goes wrong: one, or none."""
+        """The notice board of these ranks, for failures: one, or none."""
         self._device = torch.device("cpu")
         self._network: Network | None = None
 
     def open(self, device: torch.device) -> None:
-        """Connect these ranks, which all do this at the same place among what they open."""
+        """Connect these ranks. Blocks, so all must open connections in the same order."""
         self._device = device
         for group, board in zip(self._groups, self.boards, strict=True):
             detector = FailureDetector(board)
@@ -53,12 +53,13 @@ class Within:
                 self._network = Network(group, detector, device)
 
     def at(self, step: int) -> None:
-        """Note the step, for whoever asks why it failed."""
+        """Record the current step, for error messages."""
         if self._network is not None:
             self._network.detector.at(step, "")
 
     def total(self, rows: Tensor, what: str) -> Tensor:
-        """Return the sum of a tensor over these ranks, in one order on all of them."""
+        """Return the sum of a tensor over these ranks, with the same bits on all of them."""
+        # Gathered and summed in the order of ranks: an all-reduce does not promise equal bits.
         if self._network is None:
             return rows
         gather = self._network.collectives.begin_gather_rows(
@@ -71,7 +72,7 @@ class Within:
         return self.total(rows, what) / self.size if self._network else rows
 
     def norms(self, norms: FloatArray, what: str) -> FloatArray:
-        """Return norms of whole replicas from those of what each rank holds; NaN where one is."""
+        """Return norms of full replicas from the norms of each rank's part; NaN if one is NaN."""
         if self._network is None:
             return norms
         squares = torch.from_numpy(np.square(norms)).to(self._device)
@@ -82,20 +83,20 @@ class Within:
         return bucket.chunk(self.size)[self.place]
 
     def all_gather_(self, buckets: Sequence[Tensor]) -> None:
-        """Replace the slices of the other ranks in buckets by what these have there."""
+        """Fill the slices of the other ranks in buckets with theirs."""
         if self._network is not None:
             for wait in [*map(self._network.collectives.begin_all_gather, buckets)]:
                 wait()
 
     def whole_of(self, own: Tensor) -> Tensor:
-        """Return what the slices of all ranks are together."""
+        """Return the concatenation of all ranks' slices."""
         whole = own.new_empty(self.size * len(own))
         self.slice_of(whole).copy_(own)
         self.all_gather_([whole])
         return whole
 
     def gather(self, value: int, what: str) -> list[int]:
-        """Return every one of these ranks' numbers."""
+        """Return the integers of these ranks."""
         if self._network is None:
             return [value]
         return self._network.collectives.begin_gather(value, f"{what} within the node")()
@@ -103,7 +104,7 @@ class Within:
     # - The end
 
     def leave(self, reason: str, *, ended: bool = False) -> None:
-        """Tell these ranks why this one ends."""
+        """Report to these ranks why this one ends."""
         if self._network is not None:
             self._network.detector.leave(reason, ended=ended)
 
@@ -116,6 +117,6 @@ class Within:
         self._network = None
 
     def abandon(self, seconds: float) -> None:
-        """Let the process end though these ranks may have failed it; see ``Network.abandon``."""
+        """Prepare for the exit of the process after a failure; see ``Network.abandon``."""
         if self._network is not None:
             self._network.abandon(seconds)

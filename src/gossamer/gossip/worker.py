@@ -1,4 +1,4 @@
-"""One rank's worker: what the user's handle, checkpoints and the scaler share."""
+"""One rank's worker: the part that the user's handle, checkpoints and the scaler share."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from gossamer.nonfinite import NonFiniteError, measured_norms
 _log = logging.getLogger(__name__)
 
 _EXIT_WAIT_S = 30.0
-"""How long a process that ends without close() stays for its peers."""
+"""How long a process that exits without close() waits for its peers."""
 
 _EXIT_WAIT_AFTER_ERROR_S = 3.0
 
@@ -43,14 +43,14 @@ Result = TypeVar("Result")
 
 @final
 class Worker:
-    """Makes the calls that all ranks make, and comes to an end with them.
+    """Makes collective calls, and shuts gossip down in an order that blocks no peer.
 
     Args:
         replica: its parameters.
-        step: what it does around optimizers' steps.
-        epochs: who the others are, and what connects it to them.
-        model_state: what is said of the model's state.
-        within: what connects it to the ranks that hold its replica with it.
+        step: the hooks around optimizers' steps.
+        epochs: the current members, and the connections to them.
+        model_state: warns about the state of a single replica.
+        within: the connections to the ranks that hold its replica with it.
     """
 
     def __init__(
@@ -67,20 +67,20 @@ class Worker:
         self.model_state = model_state
         self.within = within
         self._pid = os.getpid()
-        # Also what keeps this object until close(): its tensors are on the wire.
+        # The registration also keeps this object alive until close(): its tensors are in flight.
         atexit.register(self._leave)
 
     @property
     def network(self) -> Network:
-        """What connects it to the others."""
+        """The connections of the current epoch."""
         return self.epochs.current.network
 
     @property
     def mixer(self) -> Mixer:
-        """What may be in flight."""
+        """The mixer of parameters, which may have an exchange in flight between steps."""
         return self.epochs.current.context.mixer
 
-    # - What all ranks do together
+    # - Collective calls
 
     def together(
         self,
@@ -90,17 +90,18 @@ class Worker:
         drains: bool = True,
         undo: Callable[[], object] = lambda: None,
     ) -> Result:
-        """Make a call that all ranks make; again with those who are left, where one was lost.
+        """Make a collective call; repeat it with the survivors if a worker is lost.
 
-        A rank that comes back from here must know that all others do. So at the end they wait for
-        each other, where training goes on after a failure: nobody gets past that before all have
-        done their part, and if that wait fails, all have done it, or all who are left do it again.
+        If this returns on one survivor, it must return on all of them. So with
+        ``on_failure="continue"`` ranks wait for each other at the end: no rank returns before all
+        have run their part. If that wait fails, the survivors compare how many calls each has
+        completed, and either all return or all run the part again.
 
         Args:
-            call: what ranks say of one that makes it alone.
+            call: the name of the call, for errors on ranks that do not make it.
             body: this rank's part.
-            drains: whether nothing may be on the wire meanwhile.
-            undo: what has to be done before the body is run again.
+            drains: whether to wait for the exchange in flight first.
+            undo: called before the body is run again.
         """
         while True:
             results: list[Result] = []
@@ -122,9 +123,9 @@ class Worker:
             undo()
 
     def gather_in_step(self, value: int, call: str) -> list[int]:
-        """Return every rank's number, at a place that each comes to once in every step.
+        """Return every rank's integer, at a point that each rank reaches once per step.
 
-        Where ranks are not at one place because one was lost, this rank's alone.
+        Returns only this rank's while ranks are at different steps after a loss.
         """
         while not self.step.is_alone:
             try:
@@ -137,25 +138,27 @@ class Worker:
         return [value]
 
     def check_ready(self, call: str) -> None:
-        """Raise where a collective call cannot be made: gossip has ended, or ranks are apart."""
+        """Raise if a collective call cannot be made: after the end, or inside join()."""
         self.check_open()
         if self.step.joining:
             raise UserError(
-                f"inside join() ranks may be at different places, so they cannot meet in {call}; "
-                "call it after the loop"
+                f"inside join() ranks may be at different steps, so {call} cannot be a collective "
+                "call there; call it after the loop"
             )
 
     def check_open(self) -> None:
-        """Raise where gossip has ended."""
+        """Raise if gossip has ended."""
         if self.is_closed:
-            raise UserError("this gossip must be open, got one that was closed; decentralize again")
+            raise UserError(
+                "this gossip must be open, got one that was closed; call decentralize() again"
+            )
 
     @contextlib.contextmanager
     def collective(self, call: str) -> Generator[None]:
-        """Make a call that all ranks make, with nothing on the wire.
+        """Make a collective call, after waiting for the exchange in flight.
 
         Args:
-            call: what ranks say of one that makes it alone.
+            call: the name of the call, for errors on ranks that do not make it.
         """
         self._check_together(call)
         self.step.drain()
@@ -166,56 +169,57 @@ class Worker:
 
     @contextlib.contextmanager
     def calling(self, call: str) -> Generator[None]:
-        """Make a call that all ranks make, which lets an exchange in flight go on."""
+        """Make a collective call that does not wait for the exchange in flight."""
         self._check_together(call)
         with self.network.detector.calling(call):
             yield
 
     def _check_together(self, call: str) -> None:
-        """Raise where a collective call would see parameters from the middle of a step."""
+        """Raise where ranks could not all make the call, or parameters are in mid-step."""
         self.check_ready(call)
         if self.step.has_just_joined:
             raise UserError(
                 f"a worker that joins others goes straight to its loop, got {call} before its "
-                "first step, which the others have made long ago; put it under "
+                "first step, which the others made when they started; put it under "
                 "`if gossip.num_steps == 0:`"
             )
-        if self.replica.weighted:  # some carry the weight until all optimizers have stepped
+        # Between two optimizers' steps of push-sum, parameters are multiplied by the weight.
+        if self.replica.weighted:
             self.step.refuse_amid_optimizers(call)
 
     def gather(self, value: int) -> list[int]:
-        """Return every rank's number, in the order of ranks. A collective call."""
+        """Return every rank's integer, in the order of ranks. A collective call."""
         return self.begin_gather(value, "a number from every rank")()
 
     def begin_gather(self, value: int, call: str) -> Callable[[], list[int]]:
-        """Begin what ``gather`` does; return the function that waits for it.
+        """Start to gather an integer from every rank; return the function that waits for them.
 
         Args:
-            value: this rank's number.
-            call: what the numbers are for. Ranks that gather for something else are an error.
+            value: this rank's integer.
+            call: the purpose; it is an error if another rank gathers for another one.
         """
         self.check_ready("gather()")
         return self.network.collectives.begin_gather(value, call)
 
     def averages(self) -> Generator[tuple[Tensor, Tensor]]:
-        """Yield each tensor that is averaged with its mean over all workers, in a collective."""
+        """Yield each averaged tensor with its mean over all workers; inside a collective call."""
         return self.replica.averages(self.network.collectives.average)
 
     def check_finite(self, call: str, *, refuses: bool) -> None:
-        """Say whose parameters are not finite, in a collective before an average of them.
+        """Find ranks whose parameters are not finite, in a collective call before an average.
 
         Args:
-            call: what asks for it.
-            refuses: whether that is an error, on all ranks.
+            call: the name of the call.
+            refuses: whether to raise on all ranks, instead of logging a warning.
         """
         norms = measured_norms([tensor.unsqueeze(0) for tensor in self.replica.averaged])
-        own = int(np.isnan(self.within.norms(norms, "the look at parameters")).any())
-        flags = self.network.collectives.begin_gather(own, f"the look at parameters in {call}")()
+        own = int(np.isnan(self.within.norms(norms, "the check of parameters")).any())
+        flags = self.network.collectives.begin_gather(own, f"the check of parameters in {call}")()
         ranks = [rank for rank, flag in enumerate(flags) if flag]
         if ranks and refuses:
             raise NonFiniteError(
                 f"{call} must average parameters that are finite, got those of "
-                f"{name_ranks(ranks)}, which are not; go on from a checkpoint before that, or "
+                f"{name_ranks(ranks)}, which are not; resume from a checkpoint before that, or "
                 "close() and keep a replica",
                 ranks,
             )
@@ -232,7 +236,7 @@ class Worker:
         return self.replica.is_released
 
     def close(self) -> None:
-        """Wait for what is in flight, remove every hook, free all memory."""
+        """Wait for the exchange in flight, remove all hooks, free all memory."""
         try:
             self.model_state.remove_hook()
             try:
@@ -240,7 +244,7 @@ class Worker:
             except ExchangeError as error:
                 if not self.epochs.takes(error):
                     raise
-                without_frames(error)  # what was in flight is for nobody
+                without_frames(error)  # a lost peer: this rank needs no result any more
             self.leave(_ENDED, ended=True)
             self.within.close()
             if self.epochs.survives:
@@ -253,13 +257,13 @@ class Worker:
             self.replica.release()
 
     def leave(self, reason: str, *, ended: bool = False) -> None:
-        """Tell the others why this rank ends; see ``FailureDetector.leave``."""
+        """Report to other ranks why this one ends; see ``FailureDetector.leave``."""
         self.network.detector.leave(reason, ended=ended)
         self.within.leave(reason, ended=ended)
         self.epochs.leave(reason, alarm=not ended)
 
     def _let_go(self) -> None:
-        """Leave the network to those who go on, whatever has become of it."""
+        """Release the network without waiting for survivors, which may be in the next epoch."""
         if not self.network.detector.broken:
             self.network.collectives.wait_idle(_EXIT_WAIT_AFTER_ERROR_S)
         self.epochs.current.drop()
@@ -267,14 +271,14 @@ class Worker:
             atexit.unregister(self._leave)
 
     def _leave(self) -> None:
-        """At the end of a process: give peers what they wait for, and say why there is no more."""
-        if os.getpid() != self._pid:  # a fork's end is not this rank's
+        """At exit of the process: complete the exchange in flight, and report why it ends."""
+        if os.getpid() != self._pid:  # in a forked child, whose exit is not this rank's
             return
         raised = getattr(sys, "last_value", None)
         self.leave("ended without close()" if raised is None else f"raised {describe(raised)}")
         patience_s = _EXIT_WAIT_S if raised is None else _EXIT_WAIT_AFTER_ERROR_S
         if raised is not None and self.epochs.survives:
-            self.epochs.current.drop()  # others go on without it, and need not wait for its end
+            self.epochs.current.drop()  # survivors detect the closed connections at once
         if self.mixer.state is MixerState.IN_FLIGHT:
             _log.warning("gossip was not closed; waiting for the exchange in flight")
             waiter = threading.Thread(target=_drain_quietly, args=(self.mixer,), daemon=True)
@@ -283,7 +287,8 @@ class Worker:
         if not self.network.detector.broken:
             self.network.collectives.wait_idle(patience_s)
         self.epochs.wait_dropped(patience_s)
-        # Each rank after another time: while one ends, the others still wait for its end.
+        # Ranks exit one after the other: a thread that waits in Gloo is woken by a peer's exit, and
+        # must not be while its own interpreter shuts down.
         share = (1 + self.network.rank) / self.network.size
         self.within.abandon(0.0)
         self.network.abandon(share * _EXIT_WAIT_AFTER_ERROR_S)

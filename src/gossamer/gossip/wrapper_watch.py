@@ -1,8 +1,8 @@
-"""DDP around parameters that gossip: training through it makes all gradients equal.
+"""Detection of DDP around parameters that gossip: training through it makes all gradients equal.
 
-Gossip would then exchange copies of one model, and nothing would look wrong. A wrapper around the
-model, or around a part or a whole that it belongs to, cannot be seen from the model; so wrappers
-are looked for among all objects, when gossip starts and once more at its first step.
+Gossip would then exchange copies of one model, without any visible error. A wrapper around the
+model, a part of it, or a module that contains it cannot be found from the model. So all live
+objects are scanned for wrappers, when gossip starts and again at its first step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gossamer.gossip.instances import instances_of
 
 
 def ranks_shared_with(ddp: DistributedDataParallel, process_group: ProcessGroup) -> list[int]:
-    """Return the ranks that a wrapper connects as a process group does, if more than this one."""
+    """Return the ranks that a wrapper shares with a process group, if more than this one."""
     return ranks_in_both(dist.get_process_group_ranks(ddp.process_group), process_group)
 
 
@@ -44,25 +44,25 @@ def is_wrapped_over(ranks: set[int], model: nn.Module) -> bool:
 
 @final
 class WrapperWatch:
-    """Refuses a forward pass through a wrapper that averages gradients over ranks that gossip.
+    """Rejects a forward pass through a wrapper that averages gradients over ranks that gossip.
 
-    A wrapper that only exists does no harm, and neither does one whose ranks do not gossip with
-    each other, as inside a node.
+    A wrapper that is never called is harmless, and so is one whose ranks do not gossip with each
+    other, as inside a node.
 
     Args:
-        trained: the parameters that gossip.
-        process_group: the ranks that do.
+        trained: the parameters that are mixed.
+        process_group: the ranks that gossip.
     """
 
     def __init__(self, trained: Iterable[Tensor], process_group: ProcessGroup) -> None:
         self._trained = {id(parameter) for parameter in trained}
         self._process_group = process_group
         self._hooks: dict[int, RemovableHandle] = {}
-        self.look()
+        self.scan()
 
-    def look(self) -> None:
-        """Look for wrappers."""
-        if not dist.is_initialized():  # which DDP needs
+    def scan(self) -> None:
+        """Find wrappers among all live objects, and hook their forward passes."""
+        if not dist.is_initialized():  # no DDP can exist
             return
         for ddp in instances_of(DistributedDataParallel):
             wraps = any(id(parameter) in self._trained for parameter in ddp.parameters())
@@ -70,7 +70,7 @@ class WrapperWatch:
                 self._hooks[id(ddp)] = ddp.register_forward_pre_hook(_refuse)
 
     def release(self) -> None:
-        """Let wrappers be used again."""
+        """Allow training through wrappers again."""
         for hook in self._hooks.values():
             hook.remove()
         self._hooks.clear()

@@ -1,4 +1,4 @@
-"""Optimizers for decentralized training; ordinary torch optimizers, and an outer one."""
+"""Optimizers for decentralized training: torch optimizers, and DiLoCo's outer optimizer."""
 
 from gossamer.optim.accum_adam import AccumAdam, AccumAdamW, auto_window
 from gossamer.optim.diloco import DiLoCo

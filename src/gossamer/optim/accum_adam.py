@@ -95,8 +95,8 @@ class _AccumAdam(Optimizer):
         """
         if not isinstance(optimizer, Adam):
             raise UserError(
-                f"{cls.__name__}.like takes torch's Adam or AdamW, got "
-                f"{type(optimizer).__name__}; give {cls.__name__} parameters and settings instead"
+                f"{cls.__name__}.like needs torch's Adam or AdamW, got {type(optimizer).__name__}; "
+                f"construct {cls.__name__} from parameters and settings instead"
             )
         names = ("lr", "betas", "eps", "weight_decay")
         defaults = {name: optimizer.defaults[name] for name in names}
@@ -268,11 +268,11 @@ def _moments_of(window: int) -> tuple[str, ...]:
 
 
 def _check_step(group: dict[str, Any]) -> None:
-    """Raise where a group cannot take a step."""
+    """Raise if a group cannot take a step."""
     if group["window"] == "auto":
         raise UserError(
             'window="auto" needs the number of workers before the first step, got none; call '
-            "gossamer.decentralize() or use gossamer.Simulation, or give a number of steps, such "
+            "gossamer.decentralize() or use gossamer.Simulation, or pass a number of steps, such "
             "as window=4"
         )
     for parameter in group["params"]:
@@ -280,7 +280,7 @@ def _check_step(group: dict[str, Any]) -> None:
         if gradient is not None and (gradient.is_sparse or gradient.is_complex()):
             kind = "sparse" if gradient.is_sparse else "complex"
             raise UserError(
-                f"AccumAdam takes dense real gradients, got a {kind} one; "
+                f"AccumAdam needs dense real gradients, got a {kind} one; "
                 "use torch.optim.SparseAdam or Adam for that parameter"
             )
 
@@ -311,12 +311,12 @@ def _check_settings(group: dict[str, Any]) -> None:
     lr, betas, eps, weight_decay = (group[n] for n in ("lr", "betas", "eps", "weight_decay"))
     window, betas_per = group["window"], group["betas_per"]
     two = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
-    whole = type(window) is int and window >= 1
+    is_count = type(window) is int and window >= 1
     _check("lr", lr, lr >= 0, "a number >= 0, such as 1e-3")
     _check("betas", betas, two, "two numbers in [0, 1), such as (0.9, 0.999)")
     _check("eps", eps, eps >= 0, "a number >= 0, such as 1e-8")
     _check("weight_decay", weight_decay, weight_decay >= 0, "a number >= 0, such as 0.01")
-    _check("window", window, whole or window == "auto", 'an integer >= 1, or "auto"')
+    _check("window", window, is_count or window == "auto", 'an integer >= 1, or "auto"')
     _check("betas_per", betas_per, betas_per in ("step", "window"), '"step" or "window"')
     for name in _NOT_OFFERED:
         _check(name, group.get(name), not group.get(name), "left out, AccumAdam does not offer it")

@@ -49,7 +49,7 @@ class DiLoCo:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Count a step of training; take an outer step where one is due."""
+        """Count a step of training; take an outer step after every H-th."""
         self._num_steps += 1
         if self._num_steps % self._every:
             return
@@ -70,7 +70,7 @@ class DiLoCo:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a state."""
+        """Resume from a state."""
         for start, saved in zip(self._start, state["start"], strict=True):
             start.copy_(saved)
         self._outer.load_state_dict(state["outer"])

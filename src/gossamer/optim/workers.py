@@ -27,7 +27,7 @@ def tell_num_workers(optimizer: Optimizer, num_workers: int) -> None:
 
     Args:
         optimizer: any.
-        num_workers: that mix; 1 where gradients are averaged, because all have the same moments.
+        num_workers: the workers that mix; 1 if gradients are averaged, as all moments are equal.
     """
     if isinstance(optimizer, AsksForWorkers):
         optimizer.set_num_workers(num_workers)
@@ -36,7 +36,7 @@ def tell_num_workers(optimizer: Optimizer, num_workers: int) -> None:
 def with_num_workers(
     make: Callable[[Any], _AnyOptimizer], num_workers: int
 ) -> Callable[[Any], _AnyOptimizer]:
-    """Return a function that makes the same optimizers, each told how many workers train."""
+    """Return a function that makes the same optimizers, with the number of workers set."""
 
     def make_and_tell(parameters: Any) -> _AnyOptimizer:
         optimizer = make(parameters)

@@ -1,10 +1,10 @@
 """Chunks of workers: how many are computed together under vmap, or one at a time in a loop.
 
-vmap is faster where a worker's own work is small, and impossible where a model does what vmap does
-not support; so both exist. The choice follows from the number of workers and from the memory that
-the forward pass of a few workers saves, and from nothing that is timed: the methods differ in the
-last bits, and a run must be reproducible to the bit. The thresholds were found by measurement;
-``python -m benchmarks.chunks`` prints what they cost against the best of the others.
+vmap is faster if a worker's own work is small, and impossible if a model uses operations that vmap
+does not support; so both exist. The choice depends on the number of workers and on the memory that
+the forward pass of a few workers saves, never on a timing: the methods differ in the last bits, and
+a run must be reproducible to the bit. The thresholds were measured; ``python -m benchmarks.chunks``
+prints how far they are from the best choice.
 
 The chunk size follows from the memory of one worker's activations: in small chunks kernel launches
 cost more than arithmetic, in large ones activations leave the cache. Chunks also bound the memory
@@ -50,8 +50,8 @@ class ChunkedGradients:
 
     Args:
         gradients: computes one chunk.
-        num_workers: how many there are.
-        method: ``"vmap"``, ``"loop"``, or ``"auto"`` for what should be the faster of them.
+        num_workers: the number of workers.
+        method: ``"vmap"``, ``"loop"``, or ``"auto"`` for the one that is expected to be faster.
         budget: memory for the activations of a chunk.
     """
 
@@ -74,8 +74,8 @@ class ChunkedGradients:
         """Yield losses and gradients of all workers, chunk by chunk, every worker once.
 
         Args:
-            step: seeds, with the seed and the worker, what forward passes draw.
-            workers: what to compute at.
+            step: seeds, with the seed and the worker, the random numbers of forward passes.
+            workers: parameters, buffers and batches of all workers.
         """
         start = 0
         if self._chosen is None:
@@ -83,15 +83,15 @@ class ChunkedGradients:
         yield from self._chunks(step, workers, range(start, self._num_workers), self._chosen)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the first step has measured, so that a resumed run uses the same chunks.
+        """Return the measurements of the first step, so that a resumed run uses the same chunks.
 
-        It would measure the same, except with more memory or another version of the rule: other
-        chunks would change the last bits.
+        A new measurement would be the same, unless the memory or the version of the rule differs:
+        other chunks would change the last bits.
         """
         return {"chunk": self._chosen, "worker_bytes": self._worker_bytes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue with the measured values, within the method and the memory given here."""
+        """Load measurements, within the method and the memory budget given here."""
         chunk = state["chunk"]
         if chunk is None or self._method == ("vmap" if chunk == _LOOP else "loop"):
             return
@@ -112,7 +112,7 @@ class ChunkedGradients:
     def _probe(
         self, step: int, workers: AllWorkers
     ) -> Generator[ChunkGradients, None, tuple[int, int]]:
-        """Try a few workers under vmap; return how many have been done, and the size of chunks."""
+        """Try a few workers under vmap; return how many are done, and the chunk size."""
         done, layer_bytes = 0, 0.0
         for stop in (1, _PROBED):  # one worker first, in case there is no memory for more
             part = range(done, min(stop, self._num_workers))
@@ -131,9 +131,11 @@ class ChunkedGradients:
     ) -> Generator[ChunkGradients, None, Collection[int] | None]:
         """Compute workers under vmap and return the bytes of each tensor that they kept.
 
-        None where vmap refuses the model: they have been computed in the loop.
+        None if vmap does not support the model: then they have been computed in the loop.
         """
         chunk = workers.chunk(slice(part.start, part.stop))
+        # A forward pass may update running statistics before it raises. The loop starts over, and
+        # would update them twice.
         before = {name: buffer.clone() for name, buffer in chunk.buffers.items()}
         try:
             with saved_bytes(chunk.tensors) as saved:
@@ -148,7 +150,7 @@ class ChunkedGradients:
             return saved.values()
         for name, buffer in chunk.buffers.items():
             buffer.copy_(before[name])
-        yield from self._chunks(step, workers, part, _LOOP)  # raises, if not vmap's fault
+        yield from self._chunks(step, workers, part, _LOOP)  # raises if the model itself fails
         warnings.warn(refused, stacklevel=6)
         return None
 
@@ -156,17 +158,18 @@ class ChunkedGradients:
         """Return the chunk size, from the memory that workers save for backward.
 
         Args:
-            layer_bytes: what a layer saves of one worker, on average.
+            layer_bytes: mean bytes that a layer saves for one worker.
         """
         good, most = self._budget
         if self._worker_bytes > most:
             warnings.warn(
                 f"activations of one worker take about {self._worker_bytes / 1e6:.3g} MB, more "
-                f"than the {most / 1e6:.3g} MB that there are for them; workers go one "
-                "at a time and take it all the same: use smaller batches or more memory_gb",
+                f"than the {most / 1e6:.3g} MB that are available; workers run one at a time "
+                "and exceed the budget: use smaller batches or more memory_gb",
                 stacklevel=6,
             )
-        # Memory must not decide between vmap and loop: machines may differ in chunk sizes only.
+        # The memory at hand must not decide between vmap and loop: two machines with the same
+        # inputs may differ in chunk sizes, not in the method.
         size = self._equal(min(_CHUNK_BYTES, good))
         if self._method == "auto" and (size < _FEWEST or layer_bytes > _LAYER_BYTES):
             return _LOOP

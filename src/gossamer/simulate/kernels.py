@@ -61,20 +61,22 @@ class StackedKernels(TorchFunctionMode):
     @property
     def generators(self) -> list[torch.Generator]:
         """One per worker, shared by all layers: a layer draws where the one before it stopped."""
+        # Created once: new ones would repeat the random numbers of the first layer.
         if not self._generators:
             self._generators = self._new_generators()
         return self._generators
 
     def into(self, weight: Tensor) -> Tensor | None:
         """Return the memory for a parameter's gradient, once; None for a view or a second use."""
-        # A tied weight is used twice: a second kernel that wrote here would overwrite the first.
+        # A tied weight is used twice: a second kernel that wrote here would overwrite the first. A
+        # view of a parameter (its first rows, say) has its address, but not its gradient's shape.
         grad = self._into.get(weight.data_ptr())
         if grad is None or grad.shape != weight.shape or not weight.is_contiguous():
             return None
         return self._into.pop(weight.data_ptr())
 
 
-# Kernels have the names of torch's arguments, for calls that use them.
+# Arguments have torch's names, because calls may pass them by keyword.
 
 
 def _linear(mode: StackedKernels, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
@@ -91,11 +93,12 @@ def _attention(
     is_causal: bool = False,
     **options: Any,
 ) -> Any:
+    # With dropout torch's kernel would draw from the global generator, not from each worker's own.
     if not dropout_p and query.dim() == 4:
         options["is_causal"] = is_causal
         return mode.below_vmap(attention_of_all, query, key, value, attn_mask, options)
     if is_causal and attn_mask is not None:
-        raise RuntimeError("attn_mask must not be set where is_causal is")
+        raise RuntimeError("attn_mask must not be set together with is_causal")
     scale = options.get("scale")
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
     if is_causal:
@@ -104,7 +107,8 @@ def _attention(
         scores = scores.masked_fill(~attn_mask, -torch.inf)
     elif attn_mask is not None:
         scores = scores + attn_mask
-    # As in torch: a query whose mask is all false gets zeros, and no gradient.
+    # As in torch, a query whose mask is all false gets zeros, and no gradient. A softmax over -inf
+    # alone would be NaN, and with it the gradients of keys and values.
     masked = (scores == -torch.inf).all(-1, keepdim=True)
     shares = scores.masked_fill(masked, 0.0).softmax(-1).masked_fill(masked, 0.0)
     return _dropout(mode, shares, dropout_p) @ value
@@ -117,8 +121,9 @@ def _dropout(
     training: bool = True,
     inplace: bool = False,
 ) -> Any:
-    if not training or not 0 < p < 1:  # where torch draws nothing
+    if not training or not 0 < p < 1:  # torch draws nothing then, so generators must not advance
         return F.dropout(input, p, training, inplace)
+    # drawn: masks differ between workers even if the input is the same for all of them.
     y = mode.below_vmap(dropout_of_all, input, p, lambda: mode.generators, drawn=True)
     return input.copy_(y) if inplace else y
 
@@ -138,7 +143,8 @@ def _embedding(
     y = F.embedding(input, weight)
     if padding_idx is None:
         return y
-    # torch's rule uses one table of all workers, in which padding_idx is worker 0's row only.
+    # torch's rule concatenates all workers' tables, in which padding_idx is a row of worker 0 only:
+    # the padding rows of the others would be trained.
     padding = padding_idx if padding_idx >= 0 else weight.shape[0] + padding_idx
     return torch.where((input == padding).unsqueeze(-1), y.detach(), y)
 
@@ -149,7 +155,7 @@ def _lstm(mode: StackedKernels, *args: Any) -> Any:
     x, hx, weights, has_biases, num_layers, p, training, bidirectional, batch_first = args
     ways = 2 if bidirectional else 1
     size = len(weights) // (num_layers * ways)
-    if size != (4 if has_biases else 2):  # a projection of h
+    if size != (4 if has_biases else 2):  # one more weight per cell: a projection of h
         return torch.lstm(*args)
     cells = [tuple(weights[i : i + size]) for i in range(0, len(weights), size)]
     hidden, cell = (list(state.unbind(0)) for state in hx)
@@ -164,6 +170,7 @@ def _lstm(mode: StackedKernels, *args: Any) -> Any:
             )
             outputs.append(y.flip(0) if backwards else y)
         x = torch.cat(outputs, -1) if bidirectional else outputs[0]
+        # As in torch, not after the last layer: another draw would shift all later masks.
         if layer < num_layers - 1:
             x = _dropout(mode, x, p, training)
     x = x.transpose(0, 1) if batch_first else x
@@ -183,7 +190,7 @@ def _cross_entropy(  # noqa: PLR0913 - torch's arguments
 ) -> Any:
     mean = weight is None and size_average is None and reduce is None and reduction == "mean"
     classes = 0 < target.dim() < input.dim()
-    if mean and classes:  # torch's rule for these is written in Python
+    if mean and classes:  # torch's vmap rule for these is written in Python, and slow
         return mode.below_vmap(cross_entropy_of_all, input, target, ignore_index, label_smoothing)
     return F.cross_entropy(
         input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
@@ -193,8 +200,8 @@ def _cross_entropy(  # noqa: PLR0913 - torch's arguments
 def _without_override_check(function: Any) -> Any:
     """Return a function of torch.nn.functional without its ``has_torch_function`` dispatch.
 
-    A mode is disabled while it handles a function, and would not see the calls inside of it; with
-    the mode enabled again, the function would dispatch to the mode itself, without end.
+    A mode is disabled while it handles a function, so it does not intercept the calls inside of it;
+    with the mode enabled again, the function would dispatch to the mode itself, endlessly.
     """
     names = {**function.__globals__, "has_torch_function": lambda _: False}  # pyright: ignore[reportUnknownLambdaType]
     twin = types.FunctionType(
@@ -230,7 +237,8 @@ def _attends_to_itself(given: dict[str, Any]) -> bool:
         query is given["key"]
         and query is given["value"]
         and query.dim() == 3
-        and (given.get("attn_mask") is not None) == is_causal  # torch takes the mask as a hint
+        # With is_causal torch ignores the mask, and requires one. A mask without it may be any.
+        and (given.get("attn_mask") is not None) == is_causal
         and all(given.get(name) is None for name in _EXTENSIONS)
         and not given["add_zero_attn"]
         and not given.get("need_weights", True)

@@ -1,7 +1,7 @@
 """Kernels of layers for all workers at once, on tensors whose first dimension is workers.
 
-They run below vmap, where ordinary autograd records them. Each gets the number of workers, their
-dimension in each argument (None where it is not batched) and the arguments.
+They run below vmap, where ordinary autograd records them. Arguments are the number of workers, the
+dimension of workers in each further argument (None if it is not batched), and these arguments.
 """
 
 # W: workers
@@ -72,7 +72,8 @@ def self_attention_of_all(
 def dropout_of_all(num_workers: int, dims: Dims, x: Tensor, p: float, generators: Any) -> Any:
     """Return dropout of x, with each worker's mask from its own generator."""
     x = in_front(num_workers, dims[0], x)
-    # With x's strides: torch fills random numbers in the order of memory, not of indices.
+    # With x's strides: torch fills random numbers in the order of memory, not of indices. With
+    # other strides, a worker's mask would differ from the one that it draws by itself.
     masks = [
         torch.empty_like(row).bernoulli_(1 - p, generator=generator)
         for row, generator in zip(x, generators(), strict=True)
@@ -95,6 +96,7 @@ def cross_entropy_of_all(
         reduction="none",
         label_smoothing=smoothing,
     )
+    # Per worker, not over all: a worker's loss must not depend on how many targets others ignore.
     num_targets = (target != ignored).flatten(1).sum(1)
     return losses.view(num_workers, -1).sum(1) / num_targets
 
@@ -111,7 +113,8 @@ class StackedLinear(Function):
         ctx.save_for_backward(x, weight)
         ctx.into = into
         y = product(x, weight, bias)
-        # Not a view: autograd forbids in-place changes of one, as by ReLU(inplace=True).
+        # Not a view: autograd rejects in-place changes of a view that a Function returns, as by
+        # ReLU(inplace=True).
         return torch.ops.aten._unsafe_view.default(y, [*x.shape[:-1], weight.shape[1]])
 
     @staticmethod
@@ -141,15 +144,15 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def weight_gradient(grads: Tensor, rows: Tensor, into: Tensor | None) -> Tensor:
-    """Return the gradient of a weight, written to ``into`` where its dtype is the same."""
-    if into is None or into.dtype != grads.dtype:
+    """Return the gradient of a weight, written to ``into`` if its dtype is the same."""
+    if into is None or into.dtype != grads.dtype:  # under autocast, gradients have another dtype
         return torch.bmm(grads.mT, rows)
     torch.bmm(grads.mT, rows, out=into)
     return into
 
 
 def all_in_front(num_workers: int, dims: Dims, *tensors: Any) -> list[Any]:
-    """Return tensors with workers as first dimension; the same for all where there was none."""
+    """Return tensors with workers as first dimension; expanded if they had none."""
     return [in_front(num_workers, dim, t) for dim, t in zip(dims, tensors, strict=False)]
 
 
@@ -157,4 +160,5 @@ def in_front(num_workers: int, dim: int | None, tensor: Any) -> Any:
     """Return one tensor with workers as first dimension."""
     if tensor is None or dim == 0:
         return tensor
+    # Expanded rows share memory: kernels must not write to them in place.
     return tensor.expand(num_workers, *tensor.shape) if dim is None else tensor.movedim(dim, 0)

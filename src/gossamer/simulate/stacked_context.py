@@ -239,7 +239,7 @@ class StackedContext:
         else:
             self._algorithm.restart(self)
             if state["states"] or self._states or self._replicas.weighted:
-                _log.warning("the state is not of %r, which starts anew", self._algorithm)
+                _log.warning("the state is not of %r, which is reset", self._algorithm)
         self._bytes_sent = np.array(state["bytes_sent"])
         self._messages_sent = np.array(state["messages_sent"])
         self._weights_sent = np.array(state["weights_sent"])

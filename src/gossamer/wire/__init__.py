@@ -1,4 +1,4 @@
-"""What travels between workers: one file and one row of a table each, used by both engines."""
+"""Wire formats: how buckets are encoded for sending. One file and one table row each."""
 
 from gossamer.wire.buckets import Packing, bucket_indices
 from gossamer.wire.catalogue import WIRE_REGISTRY, WIRES, parse_wire

@@ -2,11 +2,11 @@
 
     x_i + Σ_j w_ij (bf16(x_j) − bf16(x_i))
 
-Any state may travel in it, however far apart workers are. An all-reduce adds on the way, where
-rounding every partial sum would move the mean; groups that all-reduce therefore do so in full.
+It encodes any state, however far apart workers are. An all-reduce sums along its ring, and rounding
+every partial sum would move the mean; so groups that all-reduce send full precision.
 
-Of a number beyond 2^126 that is sent, and not infinity, which it would be rounded to beyond 2^128:
-differences of what is sent are finite.
+Numbers are clamped to ±2^126, so that no difference of two sent numbers overflows. Without that, a
+number close to 2^128 would be rounded to infinity.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ _LARGEST = 2.0**126
 
 @final
 class Bf16(Wire):
-    """The upper half of a float32, rounded."""
+    """bfloat16: the upper half of a float32, rounded to nearest."""
 
     name = "bf16"
     write_passes, read_passes = 1.0, 3.5
     bucket_mb = CODED_BUCKET_MB
 
     def num_bytes(self, numel: int, itemsize: int) -> int:
-        """Two per number."""
+        """Return two bytes per number."""
         return 2 * numel
 
     def codec(self, dtype: torch.dtype, device: torch.device) -> Codec:
-        """Return what rounds, and subtracts what was rounded."""
+        """Return the codec of bfloat16 messages."""
         return _Bf16Codec(dtype, device)
 
 
 @final
 class _Bf16Codec(Codec):
-    """Messages are bfloat16 tensors; a mark has NaN in front."""
+    """Messages are bfloat16 tensors; the first element of a mark is NaN."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(dtype, device)

@@ -1,4 +1,4 @@
-"""Which tensors travel together, and when: the same buckets on ranks and in a simulation."""
+"""Which tensors share a bucket, and which buckets a step exchanges; the same in both engines."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _MEGABYTE = 1e6
 
 
 def bucket_indices(tensors: Iterable[Tensor], bucket_mb: float) -> list[list[int]]:
-    """Return which tensors go into each bucket, by index, in their order.
+    """Return the tensors of each bucket, by index, in their order.
 
     Args:
         tensors: of one worker. Those of one dtype share buckets.
-        bucket_mb: where a bucket is full, in megabytes; a larger tensor gets one of its own.
+        bucket_mb: capacity of a bucket in megabytes; a larger tensor gets a bucket of its own.
     """
     buckets: list[list[int]] = []
     filling: dict[torch.dtype, tuple[list[int], int]] = {}
@@ -34,16 +34,16 @@ def bucket_indices(tensors: Iterable[Tensor], bucket_mb: float) -> list[list[int
 
 @final
 class Packing:
-    """The buckets of some tensors, and which of them each step exchanges.
+    """The buckets of some tensors, and the buckets that each step exchanges.
 
-    Where an exchange is of one of k fragments, a bucket is at most a k-th of all, or as small as it
-    takes for k of them, and fragments are filled with buckets, the largest first, so that they are
-    about as large as each other.
+    With k fragments, a bucket has at most 1/k of all bytes, or less where that is needed for k
+    buckets. Buckets are assigned to the emptiest fragment, the largest bucket first, so that
+    fragments have about the same size.
 
     Args:
         tensors: of one worker.
         bucket_mb: size of a bucket in megabytes.
-        fragments: of which each exchange is one in turn.
+        fragments: the number of fragments; an exchange is of one of them, in turn.
         every: steps from one exchange to the next.
     """
 
@@ -56,16 +56,16 @@ class Packing:
             )
         share = sum(tensor.nbytes for tensor in tensors) / fragments / _MEGABYTE
         self.bucket_mb = min(bucket_mb, share) if fragments > 1 else bucket_mb
-        """Where a bucket is full."""
+        """Capacity of a bucket in megabytes."""
         filled = sum(tensor.nbytes > 0 for tensor in tensors)
         if filled < fragments > 1:
             raise UserError(
-                f"fragments={fragments} need as many parameters, got {filled}; use at most "
-                f"fragments={filled}"
+                f"fragments={fragments} needs at least as many parameters, got {filled}; use at "
+                f"most fragments={filled}"
             )
         self.buckets = bucket_indices(tensors, self.bucket_mb)
-        """Tensors by index, of each bucket."""
-        while len(self.buckets) < fragments:  # one tensor each, at last
+        """The tensors of each bucket, by index."""
+        while len(self.buckets) < fragments:  # ends: small enough buckets have one tensor each
             self.bucket_mb /= 2
             self.buckets = bucket_indices(tensors, self.bucket_mb)
         sizes = [sum(tensors[i].nbytes for i in indices) for indices in self.buckets]
@@ -73,12 +73,12 @@ class Packing:
         self._every = every
 
     def at(self, step: int) -> Sequence[int]:
-        """Return the buckets that the exchange of a step is of, by index."""
+        """Return the buckets that a step exchanges, by index."""
         return self._fragments[step // self._every % len(self._fragments)]
 
 
 def _filled(sizes: Sequence[int], fragments: int) -> list[list[int]]:
-    """Return the buckets of each fragment, in their order."""
+    """Assign each bucket to the emptiest fragment, the largest first; return them by fragment."""
     filled, held = [0] * fragments, [list[int]() for _ in range(fragments)]
     for bucket in sorted(range(len(sizes)), key=lambda bucket: -sizes[bucket]):
         least = filled.index(min(filled))

@@ -1,4 +1,4 @@
-"""What one worker makes of the messages that it gets of one bucket, in one exchange."""
+"""The mixing of one bucket with the encoded messages of one exchange, at one worker."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class Differences:
     """x_i ← x_i + Σ_j w_ij (Q(x_j) − Q(x_i)), message by message.
 
     Args:
-        codec: reads messages.
-        outbox: what the worker itself sends.
-        x: its bucket, which must stay as it was sent until it is mixed.
+        codec: decodes messages.
+        outbox: the worker's own message.
+        x: its bucket, which must not change between sending and mixing.
         total: memory for the sum.
         self_weight: weight that the worker keeps on its own numbers.
-        receivers: who gets what it sends.
-        keeps_rest: whether weights sum to one, and that of whoever is left out goes to the worker's
-            own numbers; otherwise it is lost.
+        receivers: the workers that receive its message.
+        keeps_rest: whether weights sum to one, so that the weight of a worker that is left out goes
+            to this worker's own numbers; otherwise that weight is lost.
     """
 
     def __init__(
@@ -40,19 +40,19 @@ class Differences:
         self.left_out: list[int] = []
         """Senders of marks."""
         self.undecoded: list[int] = []
-        """Senders whose message could not be decoded, or who cannot decode the worker's."""
+        """Senders whose message could not be decoded, or that cannot decode the worker's."""
         self._receivers = receivers
         self._codec = codec
         self._outbox = outbox
         self._x = x
         self._total = total
         self._keeps_rest = keeps_rest
-        self._excess = self_weight - 1  # of the sum of weights over one
+        self._excess = self_weight - 1  # the sum of weights, minus one
         self._arrivals: list[Arrival] = []
         self._is_empty = True
 
     def take(self, message: Tensor, sender: int, weight: float) -> None:
-        """Add the difference of what arrived, unless it is a mark or cannot be decoded."""
+        """Add the weighted difference of a message, unless it is a mark or cannot be decoded."""
         arrival = self._codec.take(
             message,
             self._outbox.message,
@@ -67,23 +67,24 @@ class Differences:
             self.left_out.append(sender)
         elif arrival.fate is Fate.TAKEN:
             self._is_empty = False
-            self._excess += weight
+            self._excess += weight  # of mixed messages only: the weight of others is lost
         else:
             self.undecoded.append(sender)
 
     @property
     def moves_mean(self) -> bool:
-        """Whether something was not decoded that came one way: its sender gives, and gets nothing.
+        """Whether a message was not mixed whose sender receives none from this worker.
 
-        Where two send to each other, neither takes what the other sent.
+        If two workers send to each other, both mix the other's message or neither does, which
+        conserves the mean.
         """
         return any(sender not in self._receivers for sender in self.undecoded)
 
     def complete(self) -> None:
-        """Make up for weights that do not sum to one, after the last message.
+        """Correct for weights that do not sum to one, after the last message.
 
-        x_i ← w_ii x_i + Σ_j w_ij Q(x_j) would lose what rounding kept back of the shares that the
-        worker gave away; it stays with the worker.
+        x_i ← w_ii x_i + Σ_j w_ij Q(x_j) would lose x_i − Q(x_i) of the shares that the worker sent
+        away. Here the worker keeps that rounding error, so the sum over workers is conserved.
         """
         if not self._keeps_rest:
             self._codec.add_own(
@@ -92,7 +93,9 @@ class Differences:
             self._is_empty = False
 
     def mix(self) -> None:
-        """Add the sum, and let the next message learn from what arrived."""
-        if not self._is_empty:
+        """Add the sum to the bucket, and update the range of the next message."""
+        if not self._is_empty:  # otherwise the memory of the sum is uninitialized
             self._x.add_(self._total)
+        # Only now, on the training thread: a state saved while messages are in flight must have
+        # the range that they were encoded with.
         self._outbox.settle(self._arrivals)

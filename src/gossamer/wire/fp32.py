@@ -1,4 +1,4 @@
-"""Buckets as they are, in the precision that parameters have: nothing is rounded."""
+"""Buckets unchanged, in the parameters' own precision: nothing is rounded."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from gossamer.wire.wire import Wire
 
 @final
 class Fp32(Wire):
-    """Every number in full; four bytes each where parameters are float32."""
+    """Full precision; four bytes per number if parameters are float32."""
 
     name = "fp32"
 
     def num_bytes(self, numel: int, itemsize: int) -> int:
-        """As many as in memory."""
+        """Return the bytes of the bucket in memory."""
         return numel * itemsize
 
     def codec(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Return nothing: a message is the bucket itself."""
+        """Return None: a message is the bucket itself."""
         return

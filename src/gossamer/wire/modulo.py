@@ -1,40 +1,42 @@
-"""Eight or four bits per number: its place on a lattice, modulo the number of places that fit.
+"""Eight or four bits per number: its place on a lattice, modulo 2^b.
 
     k_j = round(x_j / s_j)                                    s_j, the step of j's lattice
-    q_j = k_j mod 2^b                                         what travels, with s_j
+    q_j = k_j mod 2^b                                         the message, with s_j
     k_j = r + ((q_j − r + 2^(b−1)) mod 2^b) − 2^(b−1)         at i, with r = round(x_i / s_j)
     x_i + Σ_j w_ij (s_j k_j − s_i k_i)
 
-Neighbours are much nearer to each other than to zero, so that the low bits of a place tell which
-one is meant: a lattice is as fine as b bits make it over the *range* of differences, not of values.
-Nothing is kept of other workers, which suits rounds that change. Reference: Lu and De Sa, Moniqua
+Neighbours are much closer to each other than to zero, so the low bits of a place identify it: b
+bits have to resolve the *range* of differences between workers, not of values. No state is kept per
+neighbour, which suits rounds that change. Reference: Lu and De Sa, Moniqua
 (https://arxiv.org/abs/2002.11787), here with nearest rounding.
 
-- The range comes from the largest difference that was seen; a worker that hears of a larger range
-  from a neighbour takes that. So all have nearly the same one, also where they do not send to those
-  that they receive from. Before its first exchange a worker knows how far it went from the common
-  start; others may have gone as far the other way. It knows nothing else until something moves.
-- A step is a power of two: what is done with places is then exact, in whatever order.
-- If a difference is outside of the range, a place is taken for another. A checksum of all places,
-  in the header, tells; nothing of such a message is mixed, and the range is widened: the more, the
-  more often in a row. By itself no worker widens it to more than twice its largest number: two
-  numbers are no farther apart than twice the larger of them, and ranges travel.
+- The range follows the largest difference seen so far. Messages contain the sender's range, and a
+  worker adopts a larger one from a neighbour, so ranges are nearly equal on all workers, also on
+  directed graphs. Before its first exchange a worker only knows its own distance from the common
+  start; another may be as far in the opposite direction, hence twice that distance.
+- A step is a power of two, so arithmetic on places is exact in any order.
+- If a difference is outside of the range, a number decodes to a wrong place. The header has a
+  checksum of all places, which detects this: the message is not mixed, and the range is widened, by
+  more after each failure in a row. A worker widens its range to at most twice its largest absolute
+  value by itself, as no two numbers are farther apart than twice the larger one, and larger ranges
+  arrive from neighbours.
 
 Note [Places in the bits of a float]
 Near C = 1.5 · 2^23 s float32 numbers are s apart (float64: 2^52). So x + C is x rounded to the
-lattice, half to even, and its bits, read as an integer, are those of C plus k. Low bits of that
-integer are the message, k may be added to them, and subtracting C makes a number of it again. That
-holds for |x| < 2^22 s; a step is never so small that x is beyond half of it, and what is decoded by
-a receiver that is itself beyond it has a wrong checksum.
+lattice, half to even, and its bits, read as an integer, are those of C plus k. The low bits of that
+integer are the message, an offset of places may be added to it, and subtracting C gives the decoded
+number. That holds for |x| < 2^22 s. The encoder keeps x within half of that by its choice of step;
+at a receiver whose own number is beyond it, the checksum does not match.
 
 Note [Both or none]
-Where i and j send to each other, the mean stays if both take the other's message, or neither does.
-Ranges are each sender's own, so that one may be wide enough and the other not. But who has decoded
-a message knows d = s_j k_j − s_i k_i, exactly what the other knows if it has, too; and it implies
-that the other has, if it is small enough. Where steps are equal, d is as many of them as places
-are off, at both ends. Where f is the finer and c the coarser step, all places on the coarse lattice
-are places on the fine one, from which its sender is at most c/2 away, and so c/2f fine places. Up
-to 2^(b−1) − 1 of them can be told: both take if |d| ≤ (2^(b−1) − 1) f − c/2.
+If i and j send to each other, the mean is conserved if both mix the other's message, or neither
+does. Ranges are each sender's own, so one may be wide enough and the other not. But a worker that
+has decoded a message knows d = s_j k_j − s_i k_i, and so does the other end if it has decoded; a
+small enough d implies that it has. If steps are equal, d is a number of places, the same at both
+ends. Otherwise let f be the finer and c the coarser step: all places of the coarse lattice are
+places of the fine one, and the coarse sender's number is at most c/2 from its place, that is c/2f
+fine places. Up to 2^(b−1) − 1 fine places can be decoded, so both mix if
+|d| ≤ (2^(b−1) − 1) f − c/2.
 """
 
 from __future__ import annotations
@@ -57,35 +59,38 @@ from gossamer.topology import Round, Schedule
 from gossamer.wire.wire import BLOCK, CODED_BUCKET_MB, Arrival, Codec, Fate, Range, Wire
 
 _MARGINS = {8: 4.0, 4: 1.5}
-"""By how much a difference may grow from one exchange to the next; rounding a step up to a power of
-two allows for more. Four bits have none to spare."""
+"""By bits, the factor by which a difference may grow from one exchange to the next; rounding a step
+up to a power of two adds to it. Four bits cannot afford more."""
 
 _KEPT_SHARE = 0.9
-"""Of the range, where less was seen: neighbours of other rounds may be farther apart."""
+"""The share of the range that is kept at least after an exchange with smaller differences:
+neighbours of other rounds may be farther apart."""
 
 _WIDENING = 4.0
-"""By how much a range grows after a message that could not be decoded; after the next one by the
-square of it, then by its cube. It shrinks by it after two or more, as it has become too wide."""
+"""The factor by which a range grows after a message that could not be decoded; squared after the
+next one, then cubed. After two or more failures it shrinks by this factor: it is then too wide."""
 
 _SMALLEST_STEP, _LARGEST_STEP = 2.0**-90, 2.0**90
-"""Between them all that is computed is a normal number."""
+"""Within these bounds every intermediate result is a normal number: nothing is lost to underflow or
+overflow."""
 
 _ROUNDS_CHECKED = 64
 
 _HEADER = struct.Struct("<ddQQ")
-"""Step, range, checksum of places, and one of the three; the step of a mark is NaN."""
+"""Step, range, checksum of places, and a CRC of these three; the step of a mark is NaN."""
 
 _MODULUS = 1 << 64
 _FACTOR = 0x9E3779B97F4A7C15
-"""Odd, with bits everywhere."""
+"""Odd, so that multiplying by it is invertible modulo 2^64; its bits have no pattern."""
 
 
 @cache
 def _factors() -> Tensor:
-    """Return an odd factor for every place of a block, with no pattern in them (splitmix64).
+    """Return a pseudorandom odd factor for every element of a block (splitmix64).
 
-    Errors are multiples of 2^b. Were factors an arithmetic series, four of them at the corners of a
-    rectangle in a weight matrix, as the largest numbers of an outer product are, would cancel.
+    Decoding errors are multiples of 2^b. If factors were an arithmetic series, errors at the four
+    corners of a rectangle in a weight matrix, such as the largest values of an outer product, would
+    cancel in the checksum.
     """
     z = np.arange(1, BLOCK + 1, dtype=np.uint64) * np.uint64(_FACTOR)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
@@ -98,7 +103,7 @@ class _Header(NamedTuple):
     step: float
     range: float
     checksum: int = 0
-    """Of places."""
+    """Checksum of places."""
 
 
 @final
@@ -129,23 +134,23 @@ class Modulo(Wire):
     def check(
         self, algorithm: Algorithm, schedule: Schedule, *, rounds_are_chosen: bool = False
     ) -> None:
-        """Refuse states of which no range is known, and all-reduces."""
+        """Raise for states whose range is unknown, and for all-reduces."""
         if rounds_are_chosen:
             raise UserError(
-                f"{self} needs rounds of messages, got a control, which may take an all-reduce "
-                "where workers are too far apart; use wire='bf16' or 'fp32', or leave control out"
+                f"{self} needs rounds of messages, got a control, which may choose an all-reduce "
+                "when workers are too far apart; use wire='bf16' or 'fp32', or leave control out"
             )
-        unknown = "what it shares out" if algorithm.weighted else ", ".join(algorithm.tracked)
+        unknown = "weighted parameters" if algorithm.weighted else ", ".join(algorithm.tracked)
         if unknown:
             raise UserError(
                 f"{self} needs states whose differences stay within a range, got {algorithm.name}, "
-                f"which also exchanges {unknown}; use wire='bf16', which takes any"
+                f"which exchanges {unknown}; use wire='bf16', which encodes any"
             )
         for step in range(min(schedule.period or _ROUNDS_CHECKED, _ROUNDS_CHECKED)):
             self.check_round(schedule.round(step), f"at step {step} of {schedule.name}")
 
     def check_round(self, round: Round, where: str) -> None:
-        """Refuse an all-reduce: sums of places are no places."""
+        """Raise for an all-reduce: it would sum places modulo 2^b, which cannot be decoded."""
         if round.reduces.any():
             raise UserError(
                 f"{self} needs rounds of messages, got an all-reduce {where}; use wire='bf16' or "
@@ -153,11 +158,11 @@ class Modulo(Wire):
             )
 
     def num_bytes(self, numel: int, itemsize: int) -> int:
-        """A header, and a byte per number or per two."""
+        """Return the bytes of a header, and one per number, or per two numbers of 4 bits."""
         return _HEADER.size + (numel * self.bits + 7) // 8
 
     def codec(self, dtype: torch.dtype, device: torch.device) -> Codec:
-        """Return what finds places, and whose they are."""
+        """Return the codec of lattice messages."""
         return _ModuloCodec(self, dtype, device)
 
 
@@ -190,7 +195,9 @@ class _ModuloCodec(Codec):
     def encode(self, x: Tensor, range: float, message: Tensor) -> float:
         step = self._step_of(range)
         checksum, largest = self._write(x, step, message)
-        if largest > self._most_places * step:  # rare: as differences are smaller than rounding
+        # Beyond it, x + C leaves the binade of C, and bits are no longer places. Rare: differences
+        # are then as small as float rounding.
+        if largest > self._most_places * step:
             step = _power_of_two(largest / self._most_places)
             checksum, _ = self._write(x, step, message)
         _write_header(message, _Header(step, range, checksum))
@@ -200,7 +207,7 @@ class _ModuloCodec(Codec):
         _write_header(message, _Header(math.nan, 0.0))
 
     def _write(self, x: Tensor, step: float, message: Tensor) -> tuple[int, float]:
-        """Write places; return their checksum, and the largest number."""
+        """Encode places; return their checksum, and the largest absolute value."""
         checksum, largest = 0, 0.0
         for block, payload in self._blocks(x, message):
             self._lift_(block, step)
@@ -235,18 +242,18 @@ class _ModuloCodec(Codec):
         mutual: bool = False,
     ) -> Arrival:
         header = _read_header(message)
-        if header is None:  # nothing that it says is learnt from
+        if header is None:  # corrupt: not even its range may be used
             return Arrival(Fate.UNDECODED)
         if math.isnan(header.step):
             return Arrival(Fate.MARKED)
         off = self._differences_to(x, message, header)
-        if off is None:  # a range that was zero can be widened, too
+        if off is None:  # by the step, not the range: that is zero at first, and would stay zero
             return Arrival(Fate.UNDECODED, range=self._range_of(header.step))
         sent = _read_header(own)
         assert sent is not None, "what was sent must stay as it is until it is mixed"
         steps = header.step, sent.step
         low, high = map(int, off.aminmax()) if len(off) else (0, 0)
-        # Places are up to half a step from numbers.
+        # A place is up to half a step from its number, so m places may be m - 1/2 steps.
         seen = header.step * max(0.0, max(-low, high) - 0.5)
         if mutual and not self._other_decodes(x, off, max(-low, high), steps):
             return Arrival(Fate.ONE_SIDED, seen, header.range)
@@ -257,7 +264,7 @@ class _ModuloCodec(Codec):
         return Arrival(Fate.TAKEN, seen, header.range)
 
     def _other_decodes(self, x: Tensor, off: Tensor, most: int, steps: tuple[float, float]) -> bool:
-        """Return whether both workers can decode each other's message; see Note [Both or none]."""
+        """Return whether the other end decodes this worker's message; see Note [Both or none]."""
         if steps[0] == steps[1] or not len(off):
             apart = most * steps[0]
         else:
@@ -267,7 +274,7 @@ class _ModuloCodec(Codec):
         return apart <= (most_off if fine == coarse else most_off - coarse / 2)
 
     def _differences_to(self, x: Tensor, message: Tensor, header: _Header) -> Tensor | None:
-        """Return how many places off the sender's numbers are; None where that is not known."""
+        """Return the sender's places minus the receiver's; None if the checksum does not match."""
         if len(self._places_off) < len(x):
             self._places_off = torch.empty(len(x), dtype=torch.int8)
         off, checksum = self._places_off[: len(x)], 0
@@ -285,7 +292,7 @@ class _ModuloCodec(Codec):
         return off if header.checksum == checksum else None
 
     def _unpack_(self, payload: Tensor, n: int, places: Tensor) -> None:
-        """Subtract in the upper half of bytes, where four bits wrap as eight do."""
+        """Subtract in the upper half of bytes, where four bits wrap around as eight bits do."""
         half = len(payload)
         torch.bitwise_left_shift(payload, 4, out=self._sent[:half])
         torch.bitwise_and(payload, -16, out=self._sent[half : 2 * half])
@@ -303,7 +310,7 @@ class _ModuloCodec(Codec):
             yield difference
 
     def add_own(self, own: Tensor, factor: float, into: Tensor, *, first: bool) -> None:
-        raise AssertionError("refused at the start: weights must sum to one")
+        raise AssertionError("rejected by check(): weights must sum to one")
 
     # - Ranges
 
@@ -316,7 +323,8 @@ class _ModuloCodec(Codec):
         return 2 * largest
 
     def next_range(self, range: Range, largest: float, arrivals: Sequence[Arrival]) -> Range:
-        # Where only the sender cannot decode, enough is known of the difference.
+        # A one-sided message was decoded, so its difference is known, and widening by a guess would
+        # lose precision.
         heard = max([range.width, *(arrival.range for arrival in arrivals)])
         seen = max((arrival.seen for arrival in arrivals), default=0.0)
         too_narrow = [a.range for a in arrivals if a.fate is Fate.UNDECODED]
@@ -334,25 +342,25 @@ class _ModuloCodec(Codec):
         return Range(min(width, self._range_of(_LARGEST_STEP)), failures)
 
     def _step_of(self, range: float) -> float:
-        """Return the step of a lattice on which differences within a range can be told."""
+        """Return the step of a lattice that decodes all differences within a range."""
         return _power_of_two(range / self._range_of(1.0))
 
     def _range_of(self, step: float) -> float:
-        """Return the range for which a step is just large enough."""
-        # A difference may be a place more than it is steps, for both ends are rounded.
+        """Return the largest range that a step can decode."""
+        # Both ends are rounded, which adds up to one place to a difference: hence 2, not 1.
         most_off = 2 ** (self._wire.bits - 1) - 2
         return step * most_off / _MARGINS[self._wire.bits]
 
     # - Blocks
 
     def _blocks(self, x: Tensor, message: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield blocks of numbers, and of the message as signed bytes."""
+        """Yield blocks of numbers, and of the message's payload as signed bytes."""
         payload = message[_HEADER.size :].view(torch.int8)
         if len(x):
             yield from zip(x.split(BLOCK), payload.split(BLOCK * self._wire.bits // 8), strict=True)
 
     def _lift_(self, block: Tensor, step: float) -> Tensor:
-        """Bring numbers to where their bits are places, in scratch."""
+        """Add C, in scratch: then bits are places; see Note [Places in the bits of a float]."""
         lifted = self._lifted[: len(block)]
         if block.dtype == self.work:
             return torch.add(block, self._lift * step, out=lifted)
@@ -362,7 +370,7 @@ class _ModuloCodec(Codec):
         return self._lift_(block, step).sub_(self._lift * step)
 
     def _add_checksum(self, checksum: int, n: int) -> int:
-        """Return a checksum that includes the places in scratch."""
+        """Extend a checksum by the places in scratch."""
         if self.work == torch.float32:  # two places in one integer
             self._bits[n : n + n % 2] = 0
             words = self._bits[: n + n % 2].view(torch.int64)
@@ -373,7 +381,7 @@ class _ModuloCodec(Codec):
 
 
 def _power_of_two(least: float) -> float:
-    """Return the power of two that is at least so large."""
+    """Return the smallest power of two that is at least so large."""
     mantissa, exponent = math.frexp(max(least, _SMALLEST_STEP))
     return min(math.ldexp(1.0, exponent - (mantissa == 0.5)), _LARGEST_STEP)
 
@@ -384,7 +392,7 @@ def _write_header(message: Tensor, header: _Header) -> None:
 
 
 def _read_header(message: Tensor) -> _Header | None:
-    """Return what a header says; None where it was changed on its way."""
+    """Return the header of a message; None if its CRC does not match."""
     *fields, crc = _HEADER.unpack(message[: _HEADER.size].numpy().tobytes())
     header = _Header(*fields)
     return header if crc == _crc_of(header) else None

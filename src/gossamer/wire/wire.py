@@ -1,13 +1,13 @@
-"""What a wire format is: what of a bucket travels, and how what arrives is mixed.
+"""The interface of a wire format: how a bucket is encoded, and how messages are mixed.
 
-Where a message is not the bucket itself, workers mix by differences with what they sent,
+If a message is not the bucket itself, workers mix the differences from their own message,
 
     x_i + Σ_j w_ij (Q(x_j) − Q(x_i))
 
-where Q(x_i) is exactly what others take for x_i. What rounding adds to one worker it then takes
-from another, so that the mean stays where weights are doubly stochastic. Rounding is to the
+where Q(x_i) is exactly the value that receivers decode for x_i. The rounding error added at one
+worker is subtracted at another, so doubly stochastic weights conserve the mean. Rounding is to
 nearest, without random numbers, and every operation is elementwise: both engines call the same code
-on the same numbers, so they agree to the bit.
+on the same numbers, so they agree bit for bit.
 """
 
 from __future__ import annotations
@@ -24,56 +24,60 @@ from gossamer.algorithms import Algorithm
 from gossamer.topology import Round, Schedule
 
 BLOCK = 1 << 17
-"""Numbers that are worked on at a time: a few tensors of as many stay in cache, and calls of torch
-cost little beside them (`python -m benchmarks.wire`: with a quarter of it 1.6 times as long)."""
+"""Numbers processed at a time: a few tensors of this size stay in cache, and the overhead of calls
+into torch is small beside the work (`python -m benchmarks.wire`: with a quarter of it 1.6 times as
+long)."""
 
 CODED_BUCKET_MB = 4.0
-"""Where a bucket is full by default that is written, sent and read: small enough that one is
-written while another travels, and a third is read."""
+"""Default bucket size of formats that encode: small enough that one bucket is encoded while another
+is in flight and a third is decoded."""
 
 
 class Fate(enum.Enum):
-    """What became of a message."""
+    """The outcome of decoding a message."""
 
     TAKEN = "taken"
+    """Decoded and mixed."""
+
     MARKED = "marked"
-    """It says that its sender is left out."""
+    """A mark: its sender is left out."""
 
     UNDECODED = "undecoded"
-    """What it stands for could not be told; nothing of it was taken."""
+    """Its values are ambiguous, so it was not mixed."""
 
     ONE_SIDED = "one-sided"
-    """The sender cannot decode what the receiver sent; nothing was taken, as nothing is there."""
+    """Decoded, but the sender cannot decode the receiver's message. Not mixed at either end: one
+    alone would move the mean."""
 
 
 class Arrival(NamedTuple):
-    """A message that arrived, as far as the next one depends on it."""
+    """What the range of the next message depends on, of a message that arrived."""
 
     fate: Fate
     seen: float = 0.0
     """The largest difference between the sender's numbers and the receiver's."""
 
     range: float = 0.0
-    """The sender's; where its message could not be decoded, what was too narrow for that."""
+    """The sender's range. Of an undecoded message, the range that was too narrow."""
 
 
 class Range(NamedTuple):
-    """How far apart workers' numbers are taken to be."""
+    """How far apart workers' numbers are assumed to be."""
 
     width: float = 0.0
     failures: int = 0
-    """Exchanges in a row that widened it, less those after them that shrank it again."""
+    """Exchanges in a row that widened the range, minus those since that shrank it."""
 
 
 class Codec(ABC):
-    """Writes and reads messages of buckets of one dtype; its scratch is for one thread at a time.
+    """Encodes and decodes messages of buckets of one dtype. Not thread-safe: it has scratch memory.
 
-    A range is how far apart workers' numbers may be, as far as the sender knows; a codec that needs
-    none ignores it. It is zero as long as nothing has moved.
+    A range is the sender's bound of how far apart workers' numbers are; a codec that needs none
+    ignores it. It is zero until numbers differ.
     """
 
     has_range: ClassVar[bool] = False
-    """Whether messages depend on it."""
+    """Whether messages depend on a range."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.work = torch.float64 if dtype == torch.float64 else torch.float32
@@ -82,15 +86,15 @@ class Codec(ABC):
 
     @abstractmethod
     def new_message(self, numel: int) -> Tensor:
-        """Return memory for what is sent of a bucket."""
+        """Allocate the message of a bucket."""
 
     @abstractmethod
     def encode(self, x: Tensor, range: float, message: Tensor) -> float:
-        """Write what is sent of a bucket; return its largest number, where ranges depend on it."""
+        """Encode a bucket; return its largest absolute value, if ranges depend on it."""
 
     @abstractmethod
     def mark(self, message: Tensor) -> None:
-        """Write what says that the sender is left out."""
+        """Encode a mark: the sender is left out."""
 
     @abstractmethod
     def take(
@@ -104,28 +108,28 @@ class Codec(ABC):
         first: bool,
         mutual: bool = False,
     ) -> Arrival:
-        """Add w (Q(x_j) − Q(x_i)), unless the message cannot be taken.
+        """Add w (Q(x_j) − Q(x_i)), unless the message is a mark or cannot be decoded.
 
         Args:
-            message: what j sent.
-            own: what i sent, of x.
-            x: the bucket of i, as it was sent.
-            weight: that i gives to j.
+            message: the message of j.
+            own: the message of i, which encodes x.
+            x: the bucket of i, unchanged since it was encoded.
+            weight: the weight that i gives to j.
             into: the sum, in the dtype ``work``.
-            first: whether the sum is nothing yet, whatever is in its memory.
-            mutual: whether j gets what i sent. Both take the other's message then, or neither does.
+            first: whether this is the first term, which overwrites the uninitialized memory.
+            mutual: whether j receives i's message. Then both mix the other's message, or neither.
         """
 
     @abstractmethod
     def add_own(self, own: Tensor, factor: float, into: Tensor, *, first: bool) -> None:
-        """Add a multiple of Q(x_i), where weights do not sum to one."""
+        """Add a multiple of Q(x_i), for weights that do not sum to one."""
 
     def first_range(self, x: Tensor, start: Tensor) -> float:
-        """Return the range of a worker that has seen nothing of others yet.
+        """Return the range of a worker that has received nothing yet.
 
         Args:
             x: its numbers.
-            start: what all workers started from.
+            start: the common start of all workers.
         """
         return 0.0
 
@@ -133,50 +137,50 @@ class Codec(ABC):
         """Return the range after an exchange.
 
         Args:
-            range: that of the worker's own message.
-            largest: the largest number in it.
-            arrivals: what came of others.
+            range: the range of the worker's own message.
+            largest: the largest absolute value in it.
+            arrivals: the messages of others.
         """
         return range
 
 
 class Wire(ABC):
-    """A format in which buckets travel; instances hold settings, and nothing that changes."""
+    """A format that buckets are sent in; instances hold settings and no mutable state."""
 
     name: ClassVar[str]
-    """What errors and tables call it."""
+    """Its name in errors and tables."""
 
     write_passes: ClassVar[float] = 0.0
-    """What writing a message takes, in passes of a mean over the bucket (`python -m
+    """Cost of encoding a message, in passes of a mean over the bucket (`python -m
     benchmarks.wire`)."""
 
     read_passes: ClassVar[float] = 0.0
-    """What reading that of one neighbour takes, besides mixing."""
+    """Cost of decoding one neighbour's message, besides mixing."""
 
     bucket_mb: ClassVar[float] = 25.0
-    """Where a bucket is full by default, in megabytes."""
+    """Default size of a bucket in megabytes."""
 
     on_cpu_only: ClassVar[bool] = False
-    """Whether it works on main memory alone."""
+    """Whether it needs parameters on the CPU."""
 
     def __repr__(self) -> str:
-        # Ranks compare it, and errors say it: a format with arguments adds them.
+        # Ranks compare it, and errors quote it: a format with arguments adds them.
         return self.name
 
     def check(
         self, algorithm: Algorithm, schedule: Schedule, *, rounds_are_chosen: bool = False
     ) -> None:
-        """Refuse what cannot travel in it.
+        """Raise if the format cannot encode what an algorithm exchanges.
 
         Args:
-            algorithm: what it exchanges.
+            algorithm: the algorithm, which decides what is exchanged.
             schedule: the rounds, without local steps between them.
-            rounds_are_chosen: whether a control may take others, an average of all among them.
+            rounds_are_chosen: whether a control may choose other rounds, such as an all-reduce.
         """
         return
 
     def check_round(self, round: Round, where: str) -> None:
-        """Refuse a round that cannot be run in it."""
+        """Raise if a round cannot be run in this format."""
         return
 
     @abstractmethod
@@ -184,15 +188,15 @@ class Wire(ABC):
         """Return the bytes of a bucket's message.
 
         Args:
-            numel: how many numbers.
-            itemsize: bytes of each in memory.
+            numel: number of elements.
+            itemsize: bytes of an element in memory.
         """
 
     @abstractmethod
     def codec(self, dtype: torch.dtype, device: torch.device) -> Codec | None:
-        """Return what writes and reads messages; None where a message is the bucket itself.
+        """Return the codec of messages; None if a message is the bucket itself.
 
         Args:
-            dtype: of buckets.
-            device: where they are.
+            dtype: dtype of the buckets.
+            device: their device.
         """
