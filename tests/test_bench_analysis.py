@@ -369,8 +369,8 @@ def test_the_same_trajectory_counts_once() -> None:
 
 
 def test_graphs_are_compared_where_nothing_else_differs() -> None:
-    """Five graphs with momentum and one with Adam, which is far ahead: it is in no order with the
-    others, and a second optimizer on a graph is no sixth graph.
+    """Five graphs with momentum, and two with Adam, which are far ahead: the smaller variant is
+    left out, and the test is that of the five alone.
     """
     five = list(GRAPHS)[:5]
     stories = [
@@ -378,16 +378,75 @@ def test_graphs_are_compared_where_nothing_else_differs() -> None:
         for place, method in enumerate(five)
         for seed in range(2)
     ]
+    alone = analyse(stories)
     adam = {"optimizer": "adamw", "optimizer_options": {}}
     for name, graph in (("Adam, ring", "D_ring"), ("Adam, own", "D_lattice(k=10)")):
         spec = spec_of(graph, 64, 0, **adam)
         stories.append(story_of(spec.model_copy(update={"method": name}), 0.99, spread=len(name)))
     found = analyse(stories)
     assert found.runs["graph"].unique(maintain_order=True).to_list() == [*five, "Adam, own"]
-    row = one(found.observations, observation="connections", workers=None)
-    # Within Adam the two are level: nothing but the five is ordered.
-    assert row["units"] == 6
-    assert row["rho"] == pytest.approx(1 / math.sqrt(1 + 0.5 / 10))
+    of_graphs = pl.col("observation") != "scale"
+    assert found.observations.filter(of_graphs).equals(alone.observations.filter(of_graphs))
+    assert one(found.observations, observation="connections", workers=None)["units"] == 5
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("wire", ("bf16", "modulo(bits=8)", "modulo(bits=4)")),
+        ("fragments", (2, 3, 4)),
+        ("algorithm", ("awc", "gradient_tracking", "exact_diffusion")),
+        ("control", ("constant(c=0.5)", "constant(c=0.25)", "auto")),
+        ("every", (2, 4, 8)),
+        ("gossip_steps", (2, 3, 4)),
+        ("optimizer", ("sgd(momentum=0.1)", "sgd(momentum=0.2)", "sgd(momentum=0.3)")),
+    ],
+)
+def test_variants_of_a_graph_are_not_graphs(field: str, values: tuple[Any, ...]) -> None:
+    """Two graphs, each plain and with three values of another setting: eight methods, but two
+    graphs, of which nothing can be told.
+    """
+    stories: list[Story] = []
+    for place, graph in enumerate(("D_ring", "D_lattice(k=6)")):
+        for number, value in enumerate((None, *values)):
+            spec = spec_of(graph, 16, **({} if value is None else {field: value}))
+            spec = spec.model_copy(update={"method": f"{graph}, {number}"})
+            quality = 0.7 + 0.1 * place + 0.01 * number
+            stories.append(story_of(spec, quality, spread=1 - quality))
+    found = analyse(stories)
+    named = found.runs["graph"].unique(maintain_order=True).to_list()
+    assert named == ["D_ring, 0", "D_lattice(k=6), 0"]
+    for observation in ("connections", "dispersion"):
+        rows = found.observations.filter(pl.col("observation") == observation)
+        assert rows["units"].unique().to_list() == [2]
+        assert rows["p"].null_count() == len(rows) > 0
+
+
+def test_a_field_that_older_records_lack_makes_no_variant() -> None:
+    """Two of five graphs have records of before there were wire formats: they are five graphs."""
+    stories = [story_of(spec_of(graph, 64), 0.8 + p / 100) for p, graph in enumerate(GRAPHS)][:5]
+    for story in stories[:2]:
+        started = story.records[0]
+        assert isinstance(started, Started)
+        spec = {k: v for k, v in started.spec.items() if k not in ("wire", "fragments")}
+        story.records[0] = started.model_copy(update={"spec": spec})
+    row = one(analyse(stories).observations, observation="connections", workers=64)
+    assert (row["units"], row["rho"]) == (5, pytest.approx(1))
+
+
+def test_equally_large_variants_are_strata() -> None:
+    """Five graphs in full precision, in the order of their neighbours, and in 8 bits without an
+    order: five graphs, two strata, and by hand ρ = (10 + 0) / 20.
+    """
+    few_bits = (0.64, 0.63, 0.62, 0.61, 0.65)
+    stories: list[Story] = []
+    for place, graph in enumerate(list(GRAPHS)[:5]):
+        stories.append(story_of(spec_of(graph, 64), 0.8 + place / 100))
+        spec = spec_of(graph, 64, wire="modulo(bits=8)")
+        spec = spec.model_copy(update={"method": f"{graph}, 8 bits"})
+        stories.append(story_of(spec, few_bits[place]))
+    row = one(analyse(stories).observations, observation="connections", workers=64)
+    assert (row["units"], row["rho"]) == (5, pytest.approx(0.5))
 
 
 def test_phases_are_thirds_of_training() -> None:

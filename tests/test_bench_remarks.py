@@ -144,12 +144,15 @@ def test_a_method_that_averages_now_and_then_is_said() -> None:
 
 
 def test_a_method_that_differs_in_more_than_its_graph_is_said() -> None:
-    """Nothing else has its optimizer, so it is in no order with the others."""
+    """No other graph has the optimizer of one, nor the wire format of another."""
     stories = [story_of(spec_of(method, 16), 0.5, spread=p) for p, method in enumerate(GRAPHS)]
     adam = spec_of("D_exponential", 16, optimizer="adamw", optimizer_options={})
     told = said([*stories, story_of(named(adam, "Adam"), 0.9)])
-    assert "Adam is not counted where results are set against connections" in told
-    assert "not counted" not in said(stories)
+    assert "Adam is left out of the tests against connections and dispersion" in told
+    few_bits = spec_of("D_ring", 16, wire="modulo(bits=8)")
+    told = said([*stories, story_of(named(few_bits, "8 bits"), 0.9)])
+    assert "“8 bits” is left out of the tests against connections and dispersion" in told
+    assert "left out" not in said(stories)
 
 
 def test_a_setting_says_that_there_are_others() -> None:

@@ -1,12 +1,13 @@
 """The three observations of DBench as statistics, and ranks of graphs.
 
-1. accuracy against scale            for each method
+1. accuracy against scale            for each graph
 2. accuracy against connections      at each scale, and over scales with each ranked by itself
 3. accuracy against dispersion       the same; for each measure, early, middle and late in training
 
 All are Spearman's rank correlations with final quality: the metric of the averaged model, negated
-where lower is better. So a negative one always means that more goes with worse. Witnesses are
-graphs (against scale: scales), not runs; the measures and phases of 3 are tested together.
+where lower is better. So a negative one always means that more goes with worse. The units of the
+test are graphs (of 1: scales), not runs and not methods: what differs from another method in
+anything but the topology is a variant of its graph. Measures and phases of 3 are tested together.
 
 Reference: Xie et al., Scaling up data parallelism (https://arxiv.org/abs/2509.12213).
 """
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from gossamer.bench.analysis.graphs import graph_means
+from gossamer.bench.analysis.graphs import graph_means, largest_variants
 from gossamer.bench.analysis.permutation import associations
 from gossamer.bench.analysis.statistics import fit
 from gossamer.bench.analysis.tabulate import MEASURES, Tables
@@ -77,14 +78,15 @@ def observations(
     ).join(_by_phase(dispersion), on="run_id", how="left", maintain_order="left")
     mixing = measured.filter(~pl.col("centralized"))
     rows = _scale(graph_means(measured, repeated, ["doublings"]))
-    connections = graph_means(mixing, repeated, ["neighbourhood"])
+    connections = largest_variants(graph_means(mixing, repeated, ["neighbourhood"]))
     rows += _by_scale(connections, {"neighbourhood": {"observation": "connections"}})
     together = {
         f"{phase} {measure}": {"observation": "dispersion", "phase": phase, "measure": measure}
         for phase in PHASES
         for measure in MEASURES
     }
-    rows += _by_scale(graph_means(mixing, repeated, list(together)), together)
+    dispersed = largest_variants(graph_means(mixing, repeated, list(together)))
+    rows += _by_scale(dispersed, together)
     return pl.DataFrame(rows, schema=_OBSERVATION_SCHEMA)
 
 

@@ -84,6 +84,8 @@ def rows_of(story: Story, planned: Mapping[str, str] | None = None) -> RunRows |
     spec.setdefault("evaluate_samples", workload.evaluate_samples)
     spec.setdefault("validation_share", 0.0)
     spec.setdefault("clip_norm", 0.0)
+    spec.setdefault("wire", "fp32")
+    spec.setdefault("fragments", 1)
     steps = [record for record in story.records if isinstance(record, Step)]
     looks = [record for record in story.records if isinstance(record, Evaluation)]
     evaluations = _evaluations(story.run_id, looks, workload)

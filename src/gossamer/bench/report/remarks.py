@@ -5,6 +5,7 @@ from __future__ import annotations
 import polars as pl
 
 from gossamer.bench.analysis import Analysis
+from gossamer.bench.analysis.graphs import largest_variants
 from gossamer.bench.report.words import listed, number, quoted
 
 
@@ -20,7 +21,7 @@ def remarks(analysis: Analysis) -> dict[str, list[str]]:
             *_idle_controls(done),
             *_averaging(done),
             *_repeats(repeated),
-            *_alone(done),
+            *_variants(done, repeated),
         ]
     return found
 
@@ -36,7 +37,7 @@ def _facet(facet: str) -> list[str]:
 
 
 def _rates(runs: pl.DataFrame) -> list[str]:
-    """Say where graph and learning rate vary together, with the scale at which they do most."""
+    """Note where graph and learning rate are confounded, at the scale with the largest ratio."""
     mixing = runs.filter(~pl.col("centralized"), pl.col("highest_lr") > 0)
     apart = (
         mixing.group_by("workers", maintain_order=True)
@@ -102,8 +103,7 @@ def _averaging(runs: pl.DataFrame) -> list[str]:
     )
     return [
         f"{quoted(method)} averages in one of {every} steps: its {number(heard)} neighbours per "
-        f"step on {workers} workers are {number(heard * every)} at once and none in between, and "
-        "are counted with those that graphs hear at every step."
+        f"step on {workers} workers are {number(heard * every)} at once and none in between."
         for method, every, heard, workers in rows.iter_rows()
     ]
 
@@ -118,17 +118,22 @@ def _repeats(repeated: pl.DataFrame) -> list[str]:
     ]
 
 
-def _alone(runs: pl.DataFrame) -> list[str]:
-    """Name methods that differ from all others in more than their graph."""
-    mixing = runs.filter(~pl.col("centralized"))
+def _variants(runs: pl.DataFrame, repeated: pl.DataFrame) -> list[str]:
+    """Name methods that take no part in the tests of graphs: their variant has fewer graphs."""
+    mixing = runs.filter(~pl.col("centralized")).join(
+        repeated, on=["workers", "method"], how="anti", maintain_order="left"
+    )
     graphs = pl.col("graph").n_unique()
     mixing = mixing.filter(graphs.over("workers") > 1)
-    compared = set(mixing.filter(graphs.over(["workers", "variant"]) > 1)["method"])
-    alone = [name for name in mixing["method"].unique(maintain_order=True) if name not in compared]
-    if not alone or not compared:
+    compared = largest_variants(mixing).filter(graphs.over(["workers", "variant"]) > 1)
+    left_out = mixing.filter(~pl.col("method").is_in(compared["method"].to_list()))
+    names = left_out["method"].unique(maintain_order=True).to_list()
+    if not names or compared.is_empty():
         return []
-    are, their = ("is", "its") if len(alone) == 1 else ("are", "their")
+    are, their = ("is", "its") if len(names) == 1 else ("are", "their")
     return [
-        f"{listed([quoted(name) for name in alone])} {are} not counted where results are set "
-        f"against connections and dispersion: no other graph has {their} optimizer and recipe."
+        f"{listed([quoted(name) for name in names])} {are} left out of the tests against "
+        "connections and dispersion: they compare graphs that have all other settings in common, "
+        f"such as algorithm, wire format, control and optimizer, and fewer graphs have {their} "
+        "settings."
     ]
