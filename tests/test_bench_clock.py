@@ -180,10 +180,10 @@ def test_a_link_changes_no_run() -> None:
     ("keys", "words"),
     [
         ('link = "300 mbps"\ncompute_s = 1', "must be a number and a unit"),
-        ('link = ["1gbit", "1gbit"]\ncompute_s = 1', "links must differ"),
+        ('link = ["1gbit", "1gbit"]\ncompute_s = 1', "links must be distinct"),
         ('link = "300mbit"', "got neither; write for example compute_s = 0.05"),
         ('link = "300mbit"\ncompute_s = 1\nprofile = "x"', "got both"),
-        ("compute_s = 1", "goes together with a link"),
+        ("compute_s = 1", "compute_s needs a link"),
         ('link = "300mbit"\ncompute_s = { digits-mpl = 1 }', "did you mean 'digits-mlp'?"),
         ('profile = "none.json"', "none.json: No such file"),
     ],
@@ -199,7 +199,7 @@ def test_a_profile_of_one_node_needs_a_link(tmp_path: Path) -> None:
     profile = from_seconds(COMPUTE_S, LINK, PARAMETER_BYTES)
     one_node: Profile = profile.replace(network={"workers_per_node": 2, "inside": LINK})
     write_profile(one_node, tmp_path / "p.json")
-    with pytest.raises(UserError, match="taken on one node"):
+    with pytest.raises(UserError, match="measured on one node"):
         Clock(profile=tmp_path / "p.json")
     assert Clock("1gbit", tmp_path / "p.json").described.endswith("of 2 with 1gbit between")
 

@@ -280,7 +280,7 @@ def test_nothing_done_yet_is_a_report_too(tmp_path: Path) -> None:
     """While the first run goes on the page says that there is no verdict."""
     write(tmp_path / "x", [story_of(spec_of("D_ring", 16), 0.5, status=None)], TEXT)
     write_report(tmp_path / "x")
-    assert "there is no verdict" in (tmp_path / "x" / "report.html").read_text()
+    assert "No verdict: no run is done yet" in (tmp_path / "x" / "report.html").read_text()
 
 
 def test_runs_of_another_experiment_are_left_out(tmp_path: Path) -> None:
@@ -309,7 +309,7 @@ def test_without_its_file_an_experiment_is_what_was_run(tmp_path: Path) -> None:
 
 def test_a_folder_without_runs_is_a_user_error(tmp_path: Path) -> None:
     """One line that says what was expected."""
-    with pytest.raises(UserError, match="which has a folder runs"):
+    with pytest.raises(UserError, match="which has a folder 'runs'"):
         write_report(tmp_path)
 
 

@@ -228,7 +228,7 @@ def test_a_full_disk_ends_the_experiment_with_a_message(tmp_path: Path) -> None:
     subprocess.run(["mount", *options], check=True)
     try:
         many = short(text=SHORT.replace("log_every = 3", "log_every = 1"))
-        with pytest.raises(StoreError, match="No space left on device; make room"):
+        with pytest.raises(StoreError, match="No space left on device; free disk space"):
             run_it(many, mount)
         subprocess.run(["mount", "-o", "remount,size=4m", str(mount)], check=True)
         run_it(many, mount)

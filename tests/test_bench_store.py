@@ -68,7 +68,7 @@ def test_a_file_cut_in_the_middle_says_so_and_keeps_what_it_has(store: Store) ->
     assert store.ended("a") is None
     story = store.read("a")
     assert story.records == STORY[:2]
-    assert story.damage.endswith("a.jsonl is cut after line 2")
+    assert story.damage.endswith("a.jsonl is truncated after line 2")
     path.write_bytes(whole.replace(b'"evaluation"', b'"elevation"'))
     assert "line 2 cannot be read" in store.read("a").damage
     store.set_aside("a")
@@ -88,8 +88,8 @@ def test_a_runner_ends_the_file_of_a_process_that_died(store: Store) -> None:
 
 
 def test_one_runner_at_a_time(store: Store) -> None:
-    """A second one is told to wait; when the first is gone, leftovers go and runs stay."""
-    with pytest.raises(StoreError, match="one runner at a time"), Store(store.folder).locked(""):
+    """A second one is refused while the first holds the lock."""
+    with pytest.raises(StoreError, match="only one runner can use"), Store(store.folder).locked(""):
         pass
 
 
@@ -107,7 +107,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     """One line names the folder and the reason."""
     (tmp_path / "file").touch()
     store = Store(tmp_path / "file" / "out")
-    with pytest.raises(StoreError, match="got: Not a directory; make room"), store.locked(""):
+    with pytest.raises(StoreError, match=": Not a directory; free disk space"), store.locked(""):
         pass
 
 

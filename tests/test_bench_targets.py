@@ -97,7 +97,7 @@ def test_the_experiment_s_target_goes_before_the_workload_s() -> None:
     falling = story_of(loss, lambda step: 1 / step)
     analysis = analyse([falling], targets={"quadratic": 0.04})
     assert found_for(analysis, "D_ring")["step"] == 30
-    with pytest.raises(UserError, match="target must be of workloads of the experiment"):
+    with pytest.raises(UserError, match="target must name workloads of the experiment"):
         expand(parse(f"target = {{ digits = 0.8 }}\n{TEXT}", "wrong"))
 
 

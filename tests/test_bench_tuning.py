@@ -215,19 +215,23 @@ def test_each_setting_is_tuned_by_itself_and_shares_its_rates() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("[0.1, 0.2, 0.4]", "[0.1]", "two rates or more, each larger .* got .0.1.; write"),
-        ("[0.1, 0.2, 0.4]", "[0.4, 0.2]", "each larger than the one before"),
-        ("[0.1, 0.2, 0.4]", "[0.1, 0.2], seeds = [2]", "other seeds than the trials, got .2. in"),
-        ("[0.1, 0.2, 0.4]", "[0.1, 0.2], seeds = [7, 7]", "tune.seeds must differ"),
+        ("[0.1, 0.2, 0.4]", "[0.1]", "at least two rates in increasing order, got .0.1.; write"),
+        ("[0.1, 0.2, 0.4]", "[0.4, 0.2]", "two rates in increasing order"),
+        ("[0.1, 0.2, 0.4]", "[0.1, 0.2], seeds = [2]", "no seed in common, got .2. in both"),
+        ("[0.1, 0.2, 0.4]", "[0.1, 0.2], seeds = [7, 7]", "tune.seeds must be distinct"),
         ("[0.1, 0.2, 0.4]", "[0.1, 0.2], share = 0.1", "has no key 'tune.share'"),
         ("[0.1, 0.2, 0.4]", "[0.1, 0.2], validation = 1.5", "tune.validation: .* less than 1"),
-        ("epochs = 6", "lr = 0.1, epochs = 6", "lr must be left to tune, got it in run"),
-        ('"D_ring"]', '{ name = "D_ring", method = "D_ring", lr = 1.0 }]', "left to tune, got it"),
-        ('"D_ring"]', '"D_ring", "D_ring"]\naxes = { lr = [1.0] }', "left to tune, got it"),
+        ("epochs = 6", "lr = 0.1, epochs = 6", "tune sets lr, got it also in run"),
+        (
+            '"D_ring"]',
+            '{ name = "D_ring", method = "D_ring", lr = 1.0 }]',
+            "tune sets lr, got it also",
+        ),
+        ('"D_ring"]', '"D_ring", "D_ring"]\naxes = { lr = [1.0] }', "tune sets lr, got it also"),
         (
             '"D_ring"]',
             '{ name = "x", method = "D_ring" }, { name = "x", method = "ring" }]',
-            "names of their own, got two that are 'x'",
+            "different names, got two with the name 'x'",
         ),
     ],
 )
@@ -354,7 +358,7 @@ def test_a_trial_that_fails_holds_its_setting_up(tmp_path: Path) -> None:
     ends = [store.ended(spec.id) for spec in expand(experiment, Trials(store).outcomes()).runs]
     assert [ended.status for ended in ends if ended] == ["error", "error"]
     shown = CliRunner().invoke(bench_app, ["status", str(tmp_path)])
-    assert "2 rates of methods are still to be tried" in shown.output
+    assert "2 rates of methods are left to try" in shown.output
 
 
 def test_a_damaged_trial_decides_nothing(stories: list[Story], tmp_path: Path) -> None:
@@ -475,7 +479,7 @@ def test_before_anything_is_compared_the_page_shows_trials(
     results = write_report(tmp_path / "half")
     assert results.analysis.verdicts.is_empty()
     assert results.missing == 12
-    assert "No run is done yet" in (tmp_path / "half" / "report.html").read_text()
+    assert "no run is done yet" in (tmp_path / "half" / "report.html").read_text()
 
 
 def test_the_command_lists_what_is_known_so_far(stories: list[Story], tmp_path: Path) -> None:

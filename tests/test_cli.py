@@ -181,9 +181,9 @@ def test_a_topology_that_moves_the_mean_can_be_looked_at(gossamer: Run) -> None:
         ("profile --gpu a100 --out text/p.json", "cannot write text/p.json: "),
         ("bench expand missing.toml", "got missing.toml: No such file or directory; docs/dbench"),
         ("bench expand folder", "got folder: Is a directory"),
-        ("bench expand text", "text must be TOML, got "),
-        ("bench expand binary", "got binary: not a text"),
-        ("bench run small.toml --out text", "records must be kept in text"),
+        ("bench expand text", "text must be valid TOML, got "),
+        ("bench expand binary", "got binary: not UTF-8"),
+        ("bench run small.toml --out text", "cannot read or write text"),
         ("bench run small.toml --data-dir none", "--data-dir must be a folder, got none"),
         ("bench status folder", "got folder; make one with gossamer bench run"),
         ("bench report folder", "got folder; make one with gossamer bench run"),
@@ -462,7 +462,7 @@ def test_status_tells_a_damaged_file_from_an_unfinished_run(gossamer: Run, tmp_p
     result = gossamer("bench", "status", str(tmp_path / "out"), "--json")
     lines = [json.loads(line) for line in result.stdout.splitlines()]
     assert [line["status"] for line in lines] == ["damaged", "unfinished"]
-    assert "is cut after line 0" in lines[0]["reason"]
+    assert "is truncated after line 0" in lines[0]["reason"]
     text = gossamer("bench", "status", str(tmp_path / "out")).stdout
     assert "1 damaged, 1 unfinished" in text
     assert "it will be run again" in text
@@ -574,5 +574,5 @@ def test_a_signal_ends_a_run_with_its_exit_code(
     out, err = long_run.communicate(timeout=30)
     assert long_run.returncode == 128 + number
     assert out == ""
-    assert err.splitlines()[-1] == "interrupted; start it again to go on"
+    assert err.splitlines()[-1] == "interrupted; start it again to resume"
     assert "Traceback" not in err

@@ -1,4 +1,4 @@
-"""What a reader must know before believing a page: who was counted once, what varies together."""
+"""Caveats of a report: confounded settings, and methods that the tests leave out."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gossamer.bench.report.words import listed, number, quoted
 
 
 def remarks(analysis: Analysis) -> dict[str, list[str]]:
-    """Return sentences for each workload that has runs with a result."""
+    """Return the caveats of each workload, as sentences."""
     found: dict[str, list[str]] = {}
     for (workload,), runs in analysis.runs.group_by(["workload"], maintain_order=True):
         repeated = analysis.repeats.filter(pl.col("workload") == workload)
@@ -27,12 +27,12 @@ def remarks(analysis: Analysis) -> dict[str, list[str]]:
 
 
 def _facet(facet: str) -> list[str]:
-    """Say that there are other settings."""
+    """Note that the page has further settings."""
     if not facet:
         return []
     return [
-        f"All this is of one setting, {facet}: methods are compared within it, and never with runs "
-        "of another. The others are listed as workloads in the filter."
+        f"All this is about one setting, {facet}: methods are compared within it, never with runs "
+        "of another. The filter lists the other settings as workloads."
     ]
 
 
@@ -58,17 +58,17 @@ def _rates(runs: pl.DataFrame) -> list[str]:
     why = (
         f"The learning rate follows the neighbourhood ({_scalings(mixing)})"
         if row["scaled"]
-        else "Methods have learning rates of their own"
+        else "Methods have different learning rates"
     )
     told = (
-        f"{why}: on {row['workers']} workers its highest is {number(row['low'])} in "
-        f"{quoted(row['least'])} and {number(row['high'])} in {quoted(row['most'])}. Graph and "
-        "rate vary together, so what is told of connections and dispersion may be due to the rate."
+        f"{why}: on {row['workers']} workers its highest is {number(row['low'])} for "
+        f"{quoted(row['least'])} and {number(row['high'])} for {quoted(row['most'])}. Graph and "
+        "rate vary together, so effects of connections and dispersion may be due to the rate."
     )
     if row["scaled"] and "none" in mixing["lr_scaling"]:
         return [f"{told} Graphs are compared within each rule, of which one is none."]
     if row["scaled"]:
-        told += ' Methods with lr_scaling = "none" would tell the two apart.'
+        told += ' Runs with lr_scaling = "none" would separate the two.'
     return [told]
 
 
@@ -78,7 +78,7 @@ def _scalings(runs: pl.DataFrame) -> str:
 
 
 def _idle_controls(runs: pl.DataFrame) -> list[str]:
-    """Name controls that never did anything, and say where their calibration took the whole run."""
+    """Name controls that never changed a round, and why."""
     found: list[str] = []
     controlled = runs.filter(pl.col("acted").is_not_null())
     for (method,), own in controlled.group_by(["method"], maintain_order=True):
@@ -88,7 +88,7 @@ def _idle_controls(runs: pl.DataFrame) -> list[str]:
         scales = listed([str(scale) for scale in sorted(set(idle["workers"]))])
         told = f"The control of {quoted(str(method))} never acted on {scales} workers: "
         if idle["aimed"].any():
-            told += "in no recorded step did it mix otherwise than the graph alone."
+            told += "in every recorded step it mixed exactly as the graph alone would."
         else:
             told += "its calibration, or another phase without a target, took the whole run."
         found.append(told)
@@ -96,7 +96,7 @@ def _idle_controls(runs: pl.DataFrame) -> list[str]:
 
 
 def _averaging(runs: pl.DataFrame) -> list[str]:
-    """Name methods whose neighbours are not what a graph's are."""
+    """Name methods whose neighbours per step are an average over steps without an exchange."""
     rare = runs.filter(pl.col("averages_every").is_not_null())
     rows = rare.group_by("method", maintain_order=True).agg(
         pl.col("averages_every", "connections", "workers").sort_by("workers").last()
@@ -109,10 +109,10 @@ def _averaging(runs: pl.DataFrame) -> list[str]:
 
 
 def _repeats(repeated: pl.DataFrame) -> list[str]:
-    """Name methods that are the same trajectory."""
+    """Name methods whose trajectories are equal."""
     pairs = repeated.group_by(["method", "same_as"], maintain_order=True).agg("workers")
     return [
-        f"{quoted(method)} and {quoted(same)} are the same trajectory, bit by bit, on "
+        f"{quoted(method)} and {quoted(same)} have the same trajectory, bit for bit, on "
         f"{listed([str(scale) for scale in sorted(scales)])} workers: they count once."
         for method, same, scales in pairs.iter_rows()
     ]
