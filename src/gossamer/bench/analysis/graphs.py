@@ -29,7 +29,7 @@ _CELL = ["workload", "workers", "variant", "graph"]
 
 
 def trajectory(records: Iterable[Record]) -> str:
-    """Return a digest of what a run's models went through: equal where that is, bit by bit."""
+    """Return a digest of a run's losses, dispersions and metrics: equal for equal trajectories."""
     digest = hashlib.blake2b(digest_size=8)
     for record in records:
         if isinstance(record, Step):
@@ -72,7 +72,7 @@ def variants(specs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def repeats(runs: pl.DataFrame) -> pl.DataFrame:
-    """Return one row per method and scale that went through the same as another before it.
+    """Return one row per method and scale whose trajectory equals that of an earlier method.
 
     Args:
         runs: of ``Tables``. Runs on processes that repeat simulated ones are left out.
@@ -91,17 +91,17 @@ def repeats(runs: pl.DataFrame) -> pl.DataFrame:
 
 
 def graph_means(runs: pl.DataFrame, repeated: pl.DataFrame, values: Sequence[str]) -> pl.DataFrame:
-    """Return one row per scale, variant and graph: the means of values over seeds, and of how many
-    runs they are.
+    """Return one row per scale, variant and graph: the means of values over seeds, and the number
+    of runs.
 
-    Seeds that not all graphs of a scale have are left out, where there are others: a seed's luck
-    would pass for a graph's.
+    Seeds that not all graphs of a scale have are left out, if there are others: the effect of a
+    seed would be confounded with that of a graph.
 
     Args:
         runs: of ``Tables``, with columns for the values.
-        repeated: as ``repeats`` returns it; these are no witnesses.
-        values: names of columns. A run that lacks one of them is left out, and so is one whose
-            metric is no finite number.
+        repeated: as ``repeats`` returns it; these methods are left out.
+        values: names of columns. Runs that lack one of them are left out, and so are runs whose
+            metric is not finite.
     """
     counted = runs.filter(pl.col("quality").is_not_null(), ~pl.col("twin")).join(
         repeated, on=["workload", "workers", "method"], how="anti", maintain_order="left"

@@ -28,7 +28,7 @@ PHASES = ("early", "middle", "late")
 """Thirds of training, by steps."""
 
 LEAST = 1e-12
-"""Below this a dispersion is rounding; its logarithm is taken here."""
+"""Smaller dispersions are rounding errors; they are raised to this before the logarithm."""
 
 
 def phase_dispersion(tables: Tables) -> pl.DataFrame:
@@ -49,7 +49,7 @@ def phase_dispersion(tables: Tables) -> pl.DataFrame:
 def run_dispersion(of_phases: pl.DataFrame) -> pl.DataFrame:
     """Return one row per run and phase: each measure's geometric mean over tensors.
 
-    Tensors differ in dispersion by orders of magnitude; so each has the same say.
+    Dispersions of tensors differ by orders of magnitude; in a geometric mean all weigh the same.
     """
     mean = pl.col(list(MEASURES)).clip(lower_bound=LEAST).log10().mean()
     return (
@@ -62,10 +62,10 @@ def run_dispersion(of_phases: pl.DataFrame) -> pl.DataFrame:
 def observations(
     runs: pl.DataFrame, dispersion: pl.DataFrame, repeated: pl.DataFrame
 ) -> pl.DataFrame:
-    """Return the associations, one row each; ``workers`` is null over all scales.
+    """Return the tested associations, one row each; ``workers`` is null for all scales together.
 
-    Slopes are changes of quality where the number of workers, a worker's neighbourhood (itself and
-    those it hears per step), or dispersion doubles.
+    Slopes are changes of quality when the number of workers, a worker's neighbourhood (itself and
+    those it receives from per step), or dispersion doubles.
 
     Args:
         runs: of ``Tables``. Runs on processes that repeat simulated ones are not counted twice.
@@ -91,7 +91,7 @@ def observations(
 
 
 def fits(runs: pl.DataFrame, dispersion: pl.DataFrame) -> pl.DataFrame:
-    """Return the lines of final metric against log10 dispersion, by scale, phase and measure."""
+    """Return linear fits of the final metric against log10 dispersion."""
     done = runs.filter(pl.col("final").is_not_null(), ~pl.col("twin"), ~pl.col("centralized"))
     joined = dispersion.join(done, on="run_id", maintain_order="left")
     rows: list[dict[str, Any]] = []
@@ -108,9 +108,9 @@ def fits(runs: pl.DataFrame, dispersion: pl.DataFrame) -> pl.DataFrame:
 
 
 def graph_ranks(runs: pl.DataFrame, of_phases: pl.DataFrame) -> pl.DataFrame:
-    """Return the rank of each method by dispersion of each tensor, 1 the least, at each scale.
+    """Return the rank of each method by the dispersion of each tensor, at each scale; 1 is least.
 
-    Ranked by the mean over seeds, for each measure and phase.
+    Methods are ranked by the mean over seeds, for each measure and phase.
     """
     mixing = runs.filter(~pl.col("centralized"), pl.col("status") == "done")
     chosen = mixing.select("run_id", "workload", "workers", "method")
@@ -137,7 +137,7 @@ def _by_phase(dispersion: pl.DataFrame) -> pl.DataFrame:
 
 
 def _scale(means: pl.DataFrame) -> list[dict[str, Any]]:
-    """Correlate quality with the number of workers: scales are exchanged, for all graphs alike."""
+    """Correlate quality with the number of workers: scales are permuted, alike for all graphs."""
     rows: list[dict[str, Any]] = []
     columns = {"doublings": {"observation": "scale"}}
     for (workload,), group in means.group_by(["workload"], maintain_order=True):
@@ -151,7 +151,7 @@ def _scale(means: pl.DataFrame) -> list[dict[str, Any]]:
 
 
 def _by_scale(means: pl.DataFrame, columns: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Correlate quality with columns at each scale, and over all with each scale by itself."""
+    """Correlate quality with columns at each scale, and over all scales as strata."""
     rows: list[dict[str, Any]] = []
     for (workload,), group in means.group_by(["workload"], maintain_order=True):
         for (workers,), own in group.group_by(["workers"], maintain_order=True):
