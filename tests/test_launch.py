@@ -61,7 +61,7 @@ def test_a_worker_that_is_killed_comes_back(tmp_path: Path) -> None:
     said = [process.communicate(timeout=220)[1] for process in running]
     assert [process.returncode for process in running] == [0, 0], said
     assert (
-        "worker 1 ended with SIGKILL; 1 others here go on; it comes back in 1 s, and 0 more times"
+        "worker 1 ended with SIGKILL; 1 others here are running; it restarts in 1 s, and at most 0"
     ) in " ".join(said[0].split())
     ends = {(tmp_path / str(worker)).read_text() for worker in (0, 1, 2)}
     assert len(ends) == 1
@@ -79,8 +79,8 @@ def test_a_worker_is_not_started_anew_where_training_is_at_its_end() -> None:
     code, said = run_here('test "$RANK" = 0 || { sleep 0.3; exit 3; }')
     assert code == 0
     assert said == [
-        "worker 1 ended with exit code 3; 0 others here go on, and it stays away: "
-        "training is at its end"
+        "worker 1 ended with exit code 3; 0 others here are running; it is not restarted: "
+        "training has finished"
     ]
 
 
@@ -88,9 +88,9 @@ def test_nobody_is_started_anew_where_all_are_lost() -> None:
     """There is nobody to get parameters from, and the job has failed."""
     code, said = run_here("exit 3")
     assert code == 1
-    assert said[0].endswith("it comes back in 1 s, and 2 more times at most")
-    assert "stays away: nobody is left to join" in said[1]
-    assert said[2] == "worker 0 is not started anew: nobody is left to join"
+    assert said[0].endswith("it restarts in 1 s, and at most 2 more times")
+    assert "it is not restarted: no worker is left to join" in said[1]
+    assert said[2] == "worker 0 is not restarted: no worker is left to join"
 
 
 def test_a_worker_is_started_anew_a_few_times_and_is_told_so(
@@ -103,7 +103,7 @@ def test_a_worker_is_started_anew_a_few_times_and_is_told_so(
     code, said = run_here(script, restarts=2)
     assert code == 0
     assert log.read_text() == "\nreturned\nreturned\n"
-    assert [line.partition("it comes back in ")[2][:5] for line in said] == ["0.1 s", "0.2 s", ""]
+    assert [line.partition("it restarts in ")[2][:5] for line in said] == ["0.1 s", "0.2 s", ""]
 
 
 def test_a_worker_that_stands_still_is_ended_after_the_others() -> None:
@@ -111,7 +111,7 @@ def test_a_worker_that_stands_still_is_ended_after_the_others() -> None:
     said: list[str] = []
     command = ["sh", "-c", 'test "$RANK" = 0 || exec sleep 60']
     assert launch(command, Place(2), said.append, over_min=0.005) == 0
-    assert said == ["worker 1 is ended: others came to their end 0 s ago"]
+    assert said == ["worker 1 is terminated: others finished 0 s ago"]
 
 
 def test_a_worker_that_has_run_for_long_is_started_anew_as_often_as_at_first(
@@ -125,7 +125,7 @@ def test_a_worker_that_has_run_for_long_is_started_anew_as_often_as_at_first(
     code, said = run_here(f'test "$RANK" = 0 && sleep 1.5 || {{ {ends}; }}', restarts=1)
     assert code == 0
     assert len(said) == 3
-    assert all("it comes back in 0.05 s, and 0 more" in line for line in said)
+    assert all("it restarts in 0.05 s, and at most 0 more" in line for line in said)
 
 
 def test_a_new_worker_that_is_started_anew_is_new_again(
@@ -143,11 +143,11 @@ def test_a_new_worker_that_is_started_anew_is_new_again(
 @pytest.mark.parametrize(
     ("place", "words"),
     [
-        (Place(0), "must be some of all, got 0 from rank 0 on of 0"),
-        (Place(2, first=3, total=4), "must be some of all, got 2 from rank 3 on of 4"),
-        (Place(2, total=4), "supervisors of several nodes need one store, got ''"),
-        (Place(2, store="node0:1", joins=True), "numbers that nobody has, got --join from rank 0"),
-        (Place(2, store="node0"), "need one store, got 'node0'; give --store host:port"),
+        (Place(0), "must be among those of all nodes, got 0 from rank 0 on of 0"),
+        (Place(2, first=3, total=4), "of all nodes, got 2 from rank 3 on of 4"),
+        (Place(2, total=4), "supervisors of several nodes need a common store, got ''"),
+        (Place(2, store="node0:1", joins=True), "unused ranks, got --join from rank 0"),
+        (Place(2, store="node0"), "need a common store, got 'node0'; set --store host:port"),
     ],
 )
 def test_places_that_cannot_be_are_refused(place: Place, words: str) -> None:

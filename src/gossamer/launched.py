@@ -1,12 +1,12 @@
-"""What ``gossamer launch`` tells the workers that it starts, beside torchrun's variables."""
+"""Environment variables that ``gossamer launch`` sets for workers, beside those of torchrun."""
 
 from __future__ import annotations
 
 JOINS = "GOSSAMER_JOIN"
-"""The variable of a worker that comes when others train already; what it is set to follows."""
+"""Set for a worker that joins a running job, to one of the values below."""
 
 RETURNED = "returned"
-"""It was started before, and has ended."""
+"""The worker is a restart of one that has ended."""
 
 NEW = "new"
-"""It is one more than there were at the start."""
+"""The worker is additional: its rank did not exist when the job started."""
