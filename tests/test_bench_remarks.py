@@ -81,7 +81,7 @@ def test_the_rule_of_the_rate_can_be_an_arm() -> None:
 
 
 def test_the_rule_of_the_rate_can_be_an_axis() -> None:
-    """An experiment takes it in both places; as an axis it makes settings with their verdicts."""
+    """An experiment accepts it in both places; as an axis it makes settings with own verdicts."""
     head = 'name = "x"\nworkload = "digits-mlp"\nworkers = 8\n'
     axis = 'methods = ["D_ring", "D_complete"]\naxes = { lr_scaling = ["linear", "none"] }'
     arms = 'methods = ["D_ring", { name = "fixed", method = "D_ring", lr_scaling = "linear" }]'
