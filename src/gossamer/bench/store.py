@@ -282,9 +282,9 @@ class Store:
             if not self.checkpoint_folder(started.run_id).exists():
                 norms.discard()
             written = part.read_bytes() if part.exists() else b""
-            whole = written[: written.rfind(b"\n") + 1] or f"{to_line(started)}\n".encode()
+            complete = written[: written.rfind(b"\n") + 1] or f"{to_line(started)}\n".encode()
             with part.open("wb") as file:
-                file.write(whole + f"{to_line(ended)}\n".encode())
+                file.write(complete + f"{to_line(ended)}\n".encode())
                 file.flush()
                 os.fsync(file.fileno())
         self._settle(part, started.run_id)

@@ -179,8 +179,8 @@ def _tested(
     )
     runs = {"runs": means["runs"].sum()}
     return [
-        named | own | runs | told._asdict()
-        for own, told in zip(columns.values(), found, strict=True)
+        named | own | runs | association._asdict()
+        for own, association in zip(columns.values(), found, strict=True)
     ]
 
 

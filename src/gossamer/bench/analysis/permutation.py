@@ -143,12 +143,12 @@ class _Test:
         y = ranked.y_C[None]
         above, below = ranked.line(number, y, ROUNDING)[0], -ranked.line(number, -y, ROUNDING)[0]
         slope = float(above + below) / 2
-        told = Association(rho, least_p=least_p, slope=slope, units=num)
+        found = Association(rho, least_p=least_p, slope=slope, units=num)
         if num < FEWEST or least_p >= LEVEL:
             note = f"{num} {noun}: not even a perfect order has a p below {least_p:.2g}"
-            return told._replace(note=note)
+            return found._replace(note=note)
         least = self._critical - ROUNDING
-        return told._replace(
+        return found._replace(
             p=float(self.p_T[number]),
             p_alone=float(self.p_alone_T[number]),
             slope_low=_finite(ranked.line(number, y, least)[0]),

@@ -87,8 +87,8 @@ def rows_of(story: Story, planned: Mapping[str, str] | None = None) -> RunRows |
     spec.setdefault("wire", "fp32")
     spec.setdefault("fragments", 1)
     steps = [record for record in story.records if isinstance(record, Step)]
-    looks = [record for record in story.records if isinstance(record, Evaluation)]
-    evaluations = _evaluations(story.run_id, looks, workload)
+    evaluated = [record for record in story.records if isinstance(record, Evaluation)]
+    evaluations = _evaluations(story.run_id, evaluated, workload)
     run = _run(story, spec, steps, workload) | _result(story, evaluations, workload)
     run |= {"parameter_bytes": started.parameter_bytes or None, "target": workload.target}
     return RunRows(run, _steps(story.run_id, steps), evaluations, _dispersion(story.run_id, steps))
@@ -307,19 +307,21 @@ def _steps(run_id: str, steps: Sequence[Step]) -> pl.DataFrame:
     return pl.DataFrame({"run_id": [run_id] * len(steps), **columns}, schema=_STEP_SCHEMA)
 
 
-def _evaluations(run_id: str, looks: Sequence[Evaluation], workload: WorkloadFacts) -> pl.DataFrame:
+def _evaluations(
+    run_id: str, records: Sequence[Evaluation], workload: WorkloadFacts
+) -> pl.DataFrame:
     worst = min if workload.higher_is_better else max
     rows = [
         {
             "run_id": run_id,
-            **look.model_dump(
+            **record.model_dump(
                 include={"step", "epoch", "average", "bytes_sent", "train_s", "samples"}
             ),
             "replicas_mean": sum(own) / len(own) if own else None,
             "replicas_worst": worst(own) if own else None,
         }
-        for look in looks
-        for own in [list(look.replicas.values())]
+        for record in records
+        for own in [list(record.replicas.values())]
     ]
     return pl.DataFrame(rows, schema=_EVALUATION_SCHEMA)
 

@@ -13,8 +13,8 @@ def timed(rows: RunRows, clock: Clock | None) -> RunRows:
     if clock is None:
         return rows
     steps = rows.steps.select("step", "bytes_sent", "degree")
-    looks = rows.evaluations.select("step", "bytes_sent", degree=pl.lit(None, pl.Int64))
-    known = pl.concat([steps, looks]).unique("step", keep="first").sort("step")
+    evaluations = rows.evaluations.select("step", "bytes_sent", degree=pl.lit(None, pl.Int64))
+    known = pl.concat([steps, evaluations]).unique("step", keep="first").sort("step")
     # A step record has the decision of the interval that it ends.
     degree = pl.col("degree").fill_null(strategy="backward").fill_null(strategy="forward")
     marks = known.with_columns(degree.fill_null(0)).iter_rows()

@@ -154,10 +154,10 @@ def _trial_facts(results: Results) -> str:
     if trials.is_empty():
         return ""
     shares = {results.specs[run_id]["validation_share"] for run_id in trials["run_id"]}
-    told = f"Trials use {_seeds(trials)} and are evaluated on "
-    told += f"{words.listed([f'{100 * s:g} %' for s in sorted(shares)])} of the training samples."
+    text = f"Trials use {_seeds(trials)} and are evaluated on "
+    text += f"{words.listed([f'{100 * s:g} %' for s in sorted(shares)])} of the training samples."
     final = results.analysis.runs
-    return told if final.is_empty() else f"{told} The runs that are compared use {_seeds(final)}."
+    return text if final.is_empty() else f"{text} The runs that are compared use {_seeds(final)}."
 
 
 def _seeds(runs: pl.DataFrame) -> str:

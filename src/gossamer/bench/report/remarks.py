@@ -60,16 +60,16 @@ def _rates(runs: pl.DataFrame) -> list[str]:
         if row["scaled"]
         else "Methods have different learning rates"
     )
-    told = (
+    text = (
         f"{why}: on {row['workers']} workers its highest is {number(row['low'])} for "
         f"{quoted(row['least'])} and {number(row['high'])} for {quoted(row['most'])}. Graph and "
         "rate vary together, so effects of connections and dispersion may be due to the rate."
     )
     if row["scaled"] and "none" in mixing["lr_scaling"]:
-        return [f"{told} Graphs are compared within each rule, of which one is none."]
+        return [f"{text} Graphs are compared within each rule, of which one is none."]
     if row["scaled"]:
-        told += ' Runs with lr_scaling = "none" would separate the two.'
-    return [told]
+        text += ' Runs with lr_scaling = "none" would separate the two.'
+    return [text]
 
 
 def _scalings(runs: pl.DataFrame) -> str:
@@ -86,12 +86,12 @@ def _idle_controls(runs: pl.DataFrame) -> list[str]:
         if idle.is_empty():
             continue
         scales = listed([str(scale) for scale in sorted(set(idle["workers"]))])
-        told = f"The control of {quoted(str(method))} never acted on {scales} workers: "
+        text = f"The control of {quoted(str(method))} never acted on {scales} workers: "
         if idle["aimed"].any():
-            told += "in every recorded step it mixed exactly as the graph alone would."
+            text += "in every recorded step it mixed exactly as the graph alone would."
         else:
-            told += "its calibration, or another phase without a target, took the whole run."
-        found.append(told)
+            text += "its calibration, or another phase without a target, took the whole run."
+        found.append(text)
     return found
 
 

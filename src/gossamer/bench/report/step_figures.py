@@ -54,7 +54,7 @@ def distance_figure(analysis: Analysis, shown: pl.DataFrame, look: dict[str, Sty
     traces: list[Trace] = []
     curves = _mean_steps(analysis, shown.filter(~pl.col("centralized")))
     floors = _floors(curves)
-    said: set[tuple[str, int]] = set()
+    labelled: set[tuple[str, int]] = set()
     for (workload, workers, method), curve in series(curves):
         meta = mark(workload, workers, method, "steps", "consensus distance Ξ")
         floor = floors[workload]
@@ -68,9 +68,9 @@ def distance_figure(analysis: Analysis, shown: pl.DataFrame, look: dict[str, Sty
         equal = thin(curve.filter(pl.col("distance") == 0))
         if len(equal):
             trace = _zeros(look[method], equal["step"], floor, meta)
-            if (workload, workers) not in said:
+            if (workload, workers) not in labelled:
                 trace |= {"mode": "markers+text", "text": ["Ξ = 0"], "textposition": "top right"}
-            said.add((workload, workers))
+            labelled.add((workload, workers))
             traces.append(trace | {"showlegend": not len(apart)})
     return Figure(
         "distance",

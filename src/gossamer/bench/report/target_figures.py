@@ -36,8 +36,8 @@ def target_figure(analysis: Analysis, look: dict[str, Style]) -> Figure:
             if len(open_ended):
                 own = meta | {"scales": open_ended["workers"].to_list()}
                 at = open_ended[f"more_than_{cost}"] / unit
-                said = f"%{{x}} workers: not reached, more than %{{y:.4~g}} {_LABELS[cost]}"
-                trace = points(look[str(method)], open_ended["workers"], at, own, said)
+                hover = f"%{{x}} workers: not reached, more than %{{y:.4~g}} {_LABELS[cost]}"
+                trace = points(look[str(method)], open_ended["workers"], at, own, hover)
                 trace["marker"] |= {"symbol": "arrow-up-open", "line": {"width": 1.5}}
                 traces.append(trace | {"showlegend": not len(solved)})
     scales = sorted(set(found["workers"].to_list()))

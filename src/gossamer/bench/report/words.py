@@ -83,9 +83,9 @@ def p_value(p: float | None) -> str:
 def correlation(row: dict[str, Any]) -> str:
     """Return a row of the table of observations as text."""
     units = f"{row['units']} {'scales' if row['observation'] == 'scale' else 'graphs'}"
-    told = [] if row["rho"] is None else [f"ρ = {signed(row['rho'])}"]
-    told += [row["note"]] if row["note"] else [p_value(row["p"]), units]
-    return ", ".join(told).replace(" = ", "\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}")
+    parts = [] if row["rho"] is None else [f"ρ = {signed(row['rho'])}"]
+    parts += [row["note"]] if row["note"] else [p_value(row["p"]), units]
+    return ", ".join(parts).replace(" = ", "\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}")
 
 
 def effect(row: dict[str, Any]) -> str:
@@ -137,7 +137,7 @@ def headlines(analysis: Analysis) -> dict[str, list[str]]:
 
 def races(links: pl.DataFrame) -> list[str]:
     """Return, for each workload and scale, which method is first at the target on which link."""
-    said: list[str] = []
+    lines: list[str] = []
     for _, group in links.group_by(["workload", "workers"], maintain_order=True):
         parts = [
             f"at {link[0]} {_first(list(own.iter_rows(named=True)))}"
@@ -145,8 +145,8 @@ def races(links: pl.DataFrame) -> list[str]:
         ]
         row = group.row(0, named=True)
         aim = f"{number(row['target'])} {row['metric']} on {row['workers']} workers"
-        said.append(f"To {aim}, by modelled time: {'; '.join(parts)}.")
-    return said
+        lines.append(f"To {aim}, by modelled time: {'; '.join(parts)}.")
+    return lines
 
 
 def _first(rows: Sequence[dict[str, Any]]) -> str:
@@ -158,16 +158,16 @@ def _first(rows: Sequence[dict[str, Any]]) -> str:
     first = rows[0]
     if first["modelled_s"] is None:
         return "no method reaches it"
-    told = f"{quoted(first['method'])} is first, after {first['modelled_s']:.3g} s"
+    text = f"{quoted(first['method'])} is first, after {first['modelled_s']:.3g} s"
     if first["centralized"]:
-        return f"{told}: stay with all-reduce"
+        return f"{text}: stay with all-reduce"
     for row in rows:
         if row["centralized"]:
             if row["modelled_s"] is None:
-                return f"{told}; {quoted(row['method'])} does not reach it"
+                return f"{text}; {quoted(row['method'])} does not reach it"
             ratio = row["modelled_s"] / first["modelled_s"]
-            return f"{told}, {ratio:.1f} times as fast as {quoted(row['method'])}"
-    return told
+            return f"{text}, {ratio:.1f} times as fast as {quoted(row['method'])}"
+    return text
 
 
 def findings(analysis: Analysis) -> list[Finding]:
@@ -187,13 +187,13 @@ def findings(analysis: Analysis) -> list[Finding]:
             )
             if row["p"] is None:
                 continue
-            told = f"Against {_AGAINST[name]}"
+            title = f"Against {_AGAINST[name]}"
             if name == "dispersion":
                 measure = MEASURES[row["measure"]]
-                told += f" ({measure}, {row['phase']} in training; the strongest of {len(rows)})"
+                title += f" ({measure}, {row['phase']} in training; the strongest of {len(rows)})"
             found.append(
                 Finding(
-                    workload, told, claim, _answer(row, sign), correlation(row), effect(row), row
+                    workload, title, claim, _answer(row, sign), correlation(row), effect(row), row
                 )
             )
     return found
