@@ -154,9 +154,8 @@ def seconds_of_ways(name: str, num_workers: int, rounds: int, jax: bool) -> dict
         "passes": pass_over(sum(p.numel() for p in sim.parameters.values())),
     }
     if jax:
-        from benchmarks import (
-            jax_steps,
-        )  # imported here, because JAX gets as many threads as torch has now
+        # Imported here, because JAX gets as many threads as torch has now.
+        from benchmarks import jax_steps
 
         ways |= jax_steps.ways_that_agree(name, model, sim, inputs, targets)
     for _ in range(WARMUP):

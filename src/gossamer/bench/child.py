@@ -108,9 +108,8 @@ def _end_with_runner() -> None:
     assert runner is not None, "started by a runner"
     runner.join()
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(
-        _LAST_WORDS_S
-    )  # Python handles signals between two calls of torch, which may be long
+    # Python runs the handler of SIGTERM between two calls of torch, and one may take long.
+    time.sleep(_LAST_WORDS_S)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

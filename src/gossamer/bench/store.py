@@ -109,9 +109,8 @@ class Store:
                     resumes = part.parent == self._norms and self._has_checkpoint(part)
                     if not resumes:
                         part.unlink()  # first, because it frees space where the disk is full
-                self._planned.unlink(
-                    missing_ok=True
-                )  # before the text: a plan must never be beside another text
+                # Before the text is replaced: a plan must never be beside another text.
+                self._planned.unlink(missing_ok=True)
                 _replace(self.experiment_path, text)
                 if plan is not None:
                     _replace(self._planned, plan)
