@@ -215,7 +215,7 @@ def test_a_process_that_is_killed_is_an_error_of_its_run(tmp_path: Path) -> None
     heard = Killer()
     run_experiment(experiment, Store(tmp_path), heard, jobs=1)
     assert statuses(experiment, tmp_path) == ["done", "error"]
-    assert "ended by SIGKILL" in heard.ends["C_complete"].reason
+    assert "killed by SIGKILL" in heard.ends["C_complete"].reason
 
 
 def test_a_full_disk_ends_the_experiment_with_a_message(tmp_path: Path) -> None:
