@@ -1,11 +1,11 @@
-"""What Adam loses on gossip, and what closes the gap: variants on equal terms, simulated.
+"""The gap in loss of Adam with gossip to all-reduce, and variants that close it; simulated.
 
     python -m benchmarks.adam --workers 8 --batch-size 4 --lr 3e-3 --seeds 0,1 all_reduce gossip
 
-One-peer exponential, atc where nothing else is said, clipping at norm 1, weight decay 0.1, cosine
-after a warm-up, batches and initial parameters of the workload's own seeds. Every rule is written
-out on stacked parameters [W, N], so that one that needs other workers' gradients is a line more,
-and no part of the package.
+One-peer exponential, atc by default, clipping at norm 1, weight decay 0.1, cosine after a warm-up,
+batches and initial parameters from the workload's seeds. Every rule is written out on stacked
+parameters [W, N], so that a rule that needs other workers' gradients is one more line, outside the
+package.
 One JSON line per run: the test loss, in nats, of the average of all workers, and CPU seconds.
 """
 
@@ -36,7 +36,7 @@ WEIGHT_DECAY, EPS, CLIP = 0.1, 1e-8, 1.0
 
 @dataclass(frozen=True)
 class Rule:
-    """How workers' moments come about; see ``VARIANTS``."""
+    """How workers' moments are computed; see ``VARIANTS``."""
 
     window: int = 1
     """Steps between two commits of moments."""
@@ -45,11 +45,11 @@ class Rule:
     """Per step, as Adam's."""
 
     powers: bool = True
-    """Whether betas are raised to the power of the window where a moment is committed once in it;
-    otherwise they are read per window, as in the paper."""
+    """Whether betas are raised to the power of the window if a moment is committed once per window;
+    otherwise they are per window, as in the paper."""
 
     all_reduce: bool = False
-    """Whether gradients are averaged and clipped together: what DDP does."""
+    """Whether gradients are averaged before clipping, as with DDP."""
 
     shared: str = "no"
     """How the window's mean gradient is averaged over workers before the commit: by the exact
@@ -67,15 +67,15 @@ class Rule:
     gradient of all (``"mean"``), which a worker could at best estimate; ``"no"`` for none."""
 
     overlapped: bool = False
-    """Whether parameters are mixed as awc does: before the update, with the gradient taken at
-    what the worker's own last update had made of them."""
+    """Whether parameters are mixed as in awc: before the update, with the gradient at the worker's
+    own parameters before mixing."""
 
     complete: bool = False
-    """Whether all workers average at every step: what is left is not the graph's."""
+    """Whether all workers average at every step: the remaining gap is not due to the graph."""
 
     quasi_global: bool = False
-    """Moments of the normalised change of parameters by a whole step, mixing included, in place of
-    gradients (Lin et al., https://arxiv.org/abs/2102.04761)."""
+    """Whether moments are of the normalised change of parameters in a step, including mixing,
+    instead of gradients (Lin et al., https://arxiv.org/abs/2102.04761)."""
 
 
 VARIANTS = {
@@ -194,7 +194,7 @@ def _unstack_(tensors: list[Tensor], x_WN: Tensor) -> None:
 def run(spec: RunSpec, rule: Rule) -> float:
     """Train once; return the test loss of the average."""
     workload, batches = spec.make_workload(), Batches(spec, range(spec.workers))
-    # Gradients alone: a rate of zero, and a round without neighbours.
+    # Only gradients are used: the rate is zero, and the round has no neighbours.
     sim = Simulation(
         spec.make_model(), workload.loss, lambda p: SGD(p, lr=0.0), spec.workers, seed=spec.seed
     )

@@ -1,12 +1,12 @@
-"""Step times of this code and of another commit's, measured in turns.
+"""Step times of this code and of another commit, interleaved.
 
     python -m benchmarks.against cd1c814 step --workers 4 --method 'gossamer(ring)'
     python -m benchmarks.against cd1c814 cluster --rate 300mbit --method 'gossamer(ring)'
 
-Two commits cannot be loaded by one process, and the same code differs between processes and from
-minute to minute. So the benchmark runs with one and with the other, again and again, and what is
-told is the median over turns of the ratio of both times, method by method. The other commit is
-checked out beside this one for as long as it lasts; both use this environment's packages.
+One process cannot load two commits, and the times of the same code vary between processes and from
+minute to minute. So the benchmark alternates between both commits, and reports the median over
+turns of the ratio of their times, for each method. The other commit is checked out in a temporary
+worktree; both use this environment's packages.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ BENCHMARKS = ("step", "cluster")
 
 def main(
     context: typer.Context,
-    commit: Annotated[str, typer.Argument(help="The other one.")],
+    commit: Annotated[str, typer.Argument(help="The other commit.")],
     benchmark: Annotated[str, typer.Argument(help=f"One of {', '.join(BENCHMARKS)}.")],
-    turns: Annotated[int, typer.Option(help="How often each of both runs.")] = 5,
+    turns: Annotated[int, typer.Option(help="How often each commit runs.")] = 5,
 ) -> None:
-    """Run a benchmark with this code and with another commit's; further options are its own."""
+    """Run a benchmark with this code and with another commit; further options are passed to it."""
     if benchmark not in BENCHMARKS:
         raise UserError(f"a benchmark must be one of {', '.join(BENCHMARKS)}, got {benchmark!r}")
     ratios: dict[str, list[float]] = {}
@@ -44,7 +44,7 @@ def main(
         _git("worktree", "add", "--detach", str(other), commit)
         try:
             for turn in range(turns):
-                # The first of both is not always the same one.
+                # Alternate which one is first.
                 order = (_ROOT, other) if turn % 2 else (other, _ROOT)
                 times = {tree: _times(tree, benchmark, context.args) for tree in order}
                 for method, before in times[other].items():

@@ -1,7 +1,7 @@
-"""The bits that training comes to: `python -m benchmarks.bits`, before a change and after it.
+"""Digests of trained parameters: run `python -m benchmarks.bits` before and after a change.
 
 One line per case: its name, and a digest of every worker's parameters after a few steps. A change
-that should alter no number leaves all lines as they were, on one machine with one version of torch.
+that should not alter numbers leaves all lines unchanged, on one machine with one version of torch.
 Simulations and ranks (threads over Gloo, and processes under torchrun) are cases.
 """
 
@@ -152,7 +152,7 @@ def _train_rank(group: ProcessGroup, *, topology: str, order: str, control: str)
 
 
 def _set_lr(optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Let the rate fall to a tenth once, where phases of training begin."""
+    """Reduce the rate to a tenth at two thirds of training, where a phase of controls starts."""
     for group in optimizer.param_groups:
         group["lr"] = 0.05 if step < 2 * NUM_STEPS // 3 else 0.005
 

@@ -1,14 +1,15 @@
-"""What the rule of ``simulate.chunks`` costs against the best of the methods it chooses from.
+"""The regret of the rule of ``simulate.chunks``, compared with the best of its choices.
 
     python -m benchmarks.chunks [--model mlp] [--model stdlib-gpt] [--workers 16 --workers 64]
 
 One JSON line per model and number of workers: the processor time of a step by the loop, by chunks
-of 8 to 128 MB of activations, and by what ``gradients="auto"`` chose, as ratios to the best.
-Models are those of ``benchmarks.models``, and workloads by their names. One thread, and
-processor time, so that work beside it counts little; ways are interleaved, medians over rounds.
+of 8 to 128 MB of activations, and by the choice of ``gradients="auto"``, as ratios to the best.
+Models are those of ``benchmarks.models``, and workloads by their names. Processor time of one
+thread, which other jobs disturb little; methods are interleaved, medians over rounds.
 
-``regret`` is the chosen way against the best; ``regret_in_memory`` against the best of those that
-keep to the memory that activations may take (docs/simulate.md, Memory): the rest is its price.
+``regret`` is the chosen method against the best; ``regret_in_memory`` against the best of those
+within the memory bound of activations (docs/simulate.md, Memory): the rest is the cost of the
+bound.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def main(
 
 
 def measure(name: str, num_workers: int, seconds: float) -> dict[str, Any]:
-    """Return the times of all ways, and what the chosen one costs against the best."""
+    """Return the times of all methods, and the regret of the chosen one."""
     sim, inputs, targets = make(name, num_workers)
     sim.step(inputs, targets)
     found = sim.state_dict()["gradients"]
@@ -94,12 +95,12 @@ def make(name: str, num_workers: int) -> tuple[Simulation, Tensor, Tensor]:
 
 
 def equal_chunks(num_workers: int, most: float) -> int:
-    """Return the size of as few equal chunks as keep to so many workers each."""
+    """Return the size of equal chunks, as few as possible, of at most so many workers."""
     return math.ceil(num_workers / math.ceil(num_workers / max(1, int(min(num_workers, most)))))
 
 
 def set_chunk(sim: Simulation, chunk: int) -> None:
-    """Have a simulation go on with chunks of a size, 0 for the loop, as one that is loaded does."""
+    """Make a simulation use chunks of a size, 0 for the loop, through its state."""
     state = sim.state_dict()
     sim.load_state_dict(state | {"gradients": state["gradients"] | {"chunk": chunk}})
 

@@ -1,7 +1,7 @@
-"""DBench's observations from results that were kept, with graphs as witnesses.
+"""DBench's observations from kept results, with graphs as the units of the tests.
 
-``gossamer bench report`` finds the same in records. Rows kept of runs have what it takes: which run
-it was, its result, the connections of its graph and the dispersion of norms in each third.
+``gossamer bench report`` computes the same from records. A kept row has all that is needed: the
+run, its result, the connections of its graph and the dispersion of norms in each third of training.
 """
 
 from __future__ import annotations
@@ -15,23 +15,22 @@ from gossamer.bench.analysis import MEASURES, PHASES
 from gossamer.bench.analysis.graphs import graph_names, variants
 from gossamer.bench.analysis.names import facet_names, setting_names
 from gossamer.bench.analysis.observations import observations
+from gossamer.bench.analysis.permutation import FEWEST
 from gossamer.engine import CENTRALIZED, RunSpec
-
-FEWEST = 5
-"""Graphs, for a p."""
 
 _HEADS = ["observation", "setting", "workers", "graphs", "ρ", "p", "per doubling", "95 % interval"]
 
 Kept = tuple[RunSpec, float, Mapping[str, float]]
-"""A run, its result, and what else is known of it."""
+"""A run, its result, and its facts as ``benchmarks.evidence`` keeps them."""
 
 
 def claims(kept: Sequence[Kept]) -> str:
-    """Return Markdown: how quality goes with connections and dispersion; empty without graphs."""
+    """Return Markdown: how quality correlates with connections and dispersion.
+
+    Empty where fewer than five graphs can be compared; variants of a graph are not graphs.
+    """
     found = observed(kept)
-    told = found.filter(
-        pl.col("units") >= FEWEST, pl.col("rho").is_not_null(), pl.col("observation") != "scale"
-    )
+    told = tested(found)
     if told.is_empty():
         return ""
     scale = found.filter(pl.col("observation") == "scale", pl.col("rho").is_not_null())
@@ -66,6 +65,13 @@ def observed(kept: Sequence[Kept]) -> pl.DataFrame:
         schema=_RUNS,
     )
     return observations(runs, _dispersion(kept), pl.DataFrame(schema=_REPEATED))
+
+
+def tested(found: pl.DataFrame) -> pl.DataFrame:
+    """Return the rows of ``observed`` that compare enough graphs for a p-value."""
+    return found.filter(
+        pl.col("units") >= FEWEST, pl.col("rho").is_not_null(), pl.col("observation") != "scale"
+    )
 
 
 def _dispersion(kept: Sequence[Kept]) -> pl.DataFrame:

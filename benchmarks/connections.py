@@ -1,13 +1,13 @@
-"""What a gossip opens on real processes, how long that takes, and what a step costs each of them.
+"""Connections of a gossip on real processes, the time to open them, and the CPU time of a step.
 
     python -m benchmarks.connections [--workers 8,16,32,64,128] [--topology NAME ...]
 
 Processes are forked from one that has imported torch, and join torch's own group first, as under
 torchrun. Then, for each rank: the seconds that ``decentralize()`` takes, how many descriptors and
-threads it adds, and the processor time of a step of training, of which compute is emulated by a
-sleep; beside it that of the same step without a gossip, because many processes on few processors
-find their caches cold; and that of gathering all ranks' sketches, which a control does. Printed are
-medians over ranks, and the most descriptors that any of them adds.
+threads it adds, and the processor time of a training step, whose compute is emulated by a sleep;
+the same for a step without gossip, because many processes on few processors have cold caches; and
+for gathering all ranks' sketches, as a control does. Prints medians over ranks, and the most
+descriptors of any rank.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class _Job(NamedTuple):
 
 
 def measure(num_workers: int, topology: str, steps: int, compute_s: float) -> dict[str, Any]:
-    """Return what one gossip of real processes opened and cost."""
+    """Return connections and costs of one gossip on real processes."""
     context = multiprocessing.get_context("fork")
     job = _Job(num_workers, topology, steps, compute_s)
     results: Any = context.Queue()
-    # In a process of its own, as with torchrun: one that forks must have no threads.
+    # In its own process, as with torchrun: a process that forks must have no threads.
     holder = context.Process(target=_hold_store, args=(results,), daemon=True)
     holder.start()
     port = results.get(timeout=_PATIENCE_S)
@@ -119,7 +119,7 @@ def _work(rank: int, job: _Job, port: int, results: Any) -> None:
     row["step_cpu_ms"] = _cpu_ms(take_step, job)
     row["local_step_cpu_ms"] = local_ms
     row["sketches_cpu_ms"] = _cpu_ms(gossip.sketches, job)
-    gossip.gather(0)  # nobody ends before all have counted
+    gossip.gather(0)  # no rank closes before all have counted
     results.put(row)
     gossip.close()
 
@@ -142,14 +142,14 @@ def _count(kind: str) -> int:
 def main(
     workers: Annotated[str, typer.Option(help="Numbers of processes.")] = "8,16,32,64,128",
     topology: Annotated[list[str], typer.Option(help="Which topologies.")] = [*TOPOLOGIES],  # noqa: B006
-    steps: Annotated[int, typer.Option(min=1, help="Steps whose processor time is taken.")] = 20,
+    steps: Annotated[int, typer.Option(min=1, help="Measured steps.")] = 20,
     compute: Annotated[float, typer.Option(min=0, help="Emulated seconds per step.")] = 0.2,
 ) -> None:
-    """Measure what a gossip opens, a line for each topology and number of processes."""
+    """Measure connections of a gossip, a line for each topology and number of processes."""
     numbers = [int(number) for number in workers.split(",")]
     torch.set_num_threads(1)
-    torch.optim.SGD(nn.Linear(1, 1).parameters())  # imports much, and only once before the forks
-    gc.freeze()  # or each of them would look for garbage in all of it when it ends
+    torch.optim.SGD(nn.Linear(1, 1).parameters())  # imports modules once, before the forks
+    gc.freeze()  # or each child would collect garbage in all of it when it ends
     for name in topology:
         for number in numbers:
             print(json.dumps(measure(number, name, steps, compute)), flush=True)

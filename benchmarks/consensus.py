@@ -1,4 +1,4 @@
-"""What control costs and brings: `python -m benchmarks.consensus` on digits with 32 workers.
+"""Cost and benefit of control: `python -m benchmarks.consensus` on digits with 32 workers.
 
 Plain gossip, fixed targets, Ada's open loop, AdaConsensus and the exact average, from the same
 seeds; bytes per worker, the averaged model's accuracy, and how often the exact distance after
@@ -20,7 +20,7 @@ from gossamer.engine import RunSpec
 from gossamer.engine.batches import Batches
 from gossamer.engine.spec import set_lr
 
-# Name, topology, order, control. Ada thins from half of the others out to a ring within the run.
+# Name, topology, order, control. Ada goes from half of the workers down to a ring within the run.
 METHODS: list[tuple[str, str, str, str]] = [
     ("plain ring", "ring", "atc", "plain"),
     ("constant 1/2", "ring", "atc", "constant(c=0.5)"),
@@ -37,7 +37,7 @@ METHODS: list[tuple[str, str, str, str]] = [
 
 
 def run(spec: RunSpec, control: str) -> dict[str, Any]:
-    """Train once; return accuracy, bytes and how well the target was held."""
+    """Train once; return accuracy, bytes and how often the target was kept."""
     workload, batches = spec.make_workload(), Batches(spec, range(spec.workers))
     sim = Simulation(
         spec.make_model(),
@@ -56,7 +56,7 @@ def run(spec: RunSpec, control: str) -> dict[str, Any]:
         for batch in range(spec.steps_per_epoch):
             set_lr(sim.optimizer, spec.lr_at(sim.num_steps))
             sim.step(*batches.fetch(samples[:, batch], sim.num_steps))
-            # Under atc workers are as far apart as mixing left them; under awc the next step mixes.
+            # Under atc the distance is measured after mixing; under awc the next step mixes.
             distances.append(sim.consensus_distance())
             decided = sim.decision
             if spec.algorithm == "atc" and decided is not None and 0 < decided.target < math.inf:

@@ -1,25 +1,24 @@
-"""What busy neighbours cost a simulation, by its threads and by how they wait for each other.
+"""The slowdown of a simulation beside busy processes, by its threads and how these wait.
 
     python -m benchmarks.contention [--model mlp] [--workers 64] [--way 2:default --way 2:1000]
 
-A way is a number of threads and, after a colon, how those of them wait that have nothing to do:
-``default`` as OpenMP does by itself, ``passive`` asleep, ``own`` as ``gossamer bench run`` has its
-runs wait, or a number for ``GOMP_SPINCOUNT``, so many rounds of a loop before they sleep. OpenMP
-reads that when torch is imported, so every way has a process of its own; they take turns, beside 0,
-1 and 2 processes that only count.
+A way is a number of threads and, after a colon, how idle threads wait: ``default`` as OpenMP does,
+``passive`` asleep, ``own`` as in runs of ``gossamer bench run``, or a number for
+``GOMP_SPINCOUNT``, the iterations of a spin loop before they sleep. OpenMP reads that when torch is
+imported, so every way has its own process; they are interleaved, beside 0, 1 and 2 busy processes.
 
 One JSON line per way and number of neighbours, medians of the rounds:
 
 - ``ms_per_step``, and ``cpu_ms_per_step`` of all threads.
-- ``fast_ms_per_step``: what a tenth of the single steps of the best round took less than; other
-  work on the machine missed those.
-- ``speed``: of the first way's without neighbours in the same round.
-- ``kept``: of its own without neighbours in the same round.
-- ``share``: what of its speed a way would keep if all threads got equal parts of the cores, and
-  none waited for another.
+- ``fast_ms_per_step``: the tenth percentile of single steps of the best round, which other jobs
+  did not disturb.
+- ``speed``: relative to the first way without neighbours in the same round.
+- ``kept``: relative to itself without neighbours in the same round.
+- ``share``: the speed that a way would keep if all threads got equal shares of the cores, and none
+  waited for another.
 
-Other work on the machine is one more neighbour. ``--idle`` waits before each turn of the ways for a
-moment in which there is none, which a shared machine has too; short ``--seconds`` then help.
+Other jobs on the machine are further neighbours. ``--idle`` waits before each turn until there are
+none, which happens on a shared machine too; short ``--seconds`` then help.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ DEFAULT_WAYS = ["2:default", "2:passive", "2:own", "1:default"]
 NEIGHBOURS = [0, 1, 2]
 
 _IDLE_S, _IDLE_TICKS = 0.06, 2
-"""How long cores must be idle, and how many 10 ms of them count as busy."""
+"""How long cores must be idle, and how many ticks of 10 ms count as busy."""
 
 _BUSY = (
     "import os, sys; parent = os.getppid(); print(flush=True)\nwhile os.getppid() == parent: pass"
@@ -55,22 +54,22 @@ _BUSY = (
 
 
 class Trial(NamedTuple):
-    """What steps took, each."""
+    """Times of single steps."""
 
     wall_s: float
     cpu_s: float
     fast_s: float
-    """The quantile of single steps' times that a tenth of them are below."""
+    """The tenth percentile of single steps' times."""
 
 
 def main(
     model: Annotated[str, typer.Option(help="As in benchmarks.models.")] = "mlp",
-    workers: Annotated[int, typer.Option(min=1, help="Virtual ones.")] = 64,
+    workers: Annotated[int, typer.Option(min=1, help="Virtual workers.")] = 64,
     way: Annotated[list[str], typer.Option(help="THREADS:WAIT.")] = DEFAULT_WAYS,
     neighbours: Annotated[list[int], typer.Option(min=0, help="Busy processes.")] = NEIGHBOURS,
     rounds: Annotated[int, typer.Option(min=1, help="Of every way beside every number.")] = 15,
     seconds: Annotated[float, typer.Option(help="Of one trial.")] = 0.25,
-    idle: Annotated[bool, typer.Option("--idle", help="Wait until nobody else computes.")] = False,
+    idle: Annotated[bool, typer.Option("--idle", help="Wait until the machine is idle.")] = False,
     part: Annotated[bool, typer.Option("--part", hidden=True)] = False,
 ) -> None:
     """Print one JSON line per way and number of busy neighbours."""
@@ -93,7 +92,7 @@ def main(
 
 
 def row(trials: dict[tuple[str, int], list[Trial]], name: str, count: int) -> dict[str, object]:
-    """Return what is printed of one way beside so many neighbours."""
+    """Return the printed row of one way beside so many neighbours."""
     own = trials[name, count]
     quiet = min(neighbours for _, neighbours in trials)
     threads, cores = int(name.split(":")[0]), len(os.sched_getaffinity(0))
@@ -125,7 +124,7 @@ def environment_of(way: str) -> dict[str, str]:
 
 @final
 class Way:
-    """A process that takes steps in one way when it is told to; it must be closed."""
+    """A process that takes steps in one way on request; it must be closed."""
 
     def __init__(self, way: str, options: list[str]) -> None:
         self._process = subprocess.Popen(
@@ -138,7 +137,7 @@ class Way:
         self.measure()  # the first trial of a process is slower
 
     def measure(self) -> Trial:
-        """Return what its steps take now."""
+        """Return the times of its steps."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(file=self._process.stdin, flush=True)
@@ -151,7 +150,7 @@ class Way:
 
 
 def step_when_told(model: str, workers: int, seconds: float) -> None:
-    """Take steps for so long for every line of stdin, and print what one took."""
+    """Take steps for a while for every line of stdin, and print their times."""
     torch.manual_seed(0)
     workload = WORKLOADS[model]
     inputs, targets = workload.sample(workers, workload.batch)
@@ -179,14 +178,14 @@ def wait_until_idle() -> None:
 
 
 def _busy_ticks() -> int:
-    """Return how long cores have not been idle, of all of them together, in 10 ms."""
+    """Return the total busy time of all cores, in ticks of 10 ms."""
     user, nice, system, _, _, *rest = map(int, Path("/proc/stat").read_text().split()[1:9])
     return user + nice + system + sum(rest)
 
 
 @contextlib.contextmanager
 def busy(count: int) -> Generator[None]:
-    """Have so many processes that only count."""
+    """Run so many busy processes."""
     with contextlib.ExitStack() as stack:
         for _ in range(count):
             stack.enter_context(_counting())

@@ -1,13 +1,13 @@
-"""How much of a run is evaluation: `python -m benchmarks.evaluation`.
+"""The share of evaluations in the time of a run: `python -m benchmarks.evaluation`.
 
-One JSON line per workload whose data are there (GOSSAMER_DATA), for a simulated run on a ring with
-the defaults of its recipe: CPU seconds of a training step, of an evaluation on the way and of the
-last one, and ``share``, what all evaluations of the whole run take of it. ``all_share`` is the
-share if every evaluation were on all test samples. Measured in a run of four short epochs, of which
-the first warms up; the whole run follows from the numbers of its steps and evaluations. By default
-the workloads of which some run ends here in about ten minutes.
+One JSON line per workload whose data are available (GOSSAMER_DATA), for a simulated run on a ring
+with the defaults of its recipe: CPU seconds of a training step, of an evaluation during training
+and of the last one, and ``share``, the share of all evaluations in the run. ``all_share`` is the
+share if every evaluation used all test samples. Measured in four short epochs, the first of which
+is warm-up, and extrapolated by the numbers of steps and evaluations. By default the workloads with
+a run of at most about ten minutes.
 
-CPU seconds of one thread: other jobs change them less than what a clock shows.
+CPU seconds of one thread: other jobs disturb them less than wall time.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main(
 
 
 def measure(spec: RunSpec, steps: int) -> dict[str, Any]:
-    """Return what steps and evaluations of a run cost, and the share of evaluations."""
+    """Return the time of steps and evaluations of a run, and the share of evaluations."""
     step_s, on_the_way_s, last_s = _seconds(spec, steps)
     evaluations = -(-spec.num_steps // (spec.steps_per_epoch * spec.evaluate_every))
     trained_s = step_s * spec.num_steps
@@ -75,9 +75,9 @@ def measure(spec: RunSpec, steps: int) -> dict[str, Any]:
 
 
 def _seconds(spec: RunSpec, steps: int) -> tuple[float, float, float]:
-    """Return CPU seconds of a step, of an evaluation on the way, and of the last one.
+    """Return CPU seconds of a step, of an evaluation during training, and of the last one.
 
-    An epoch ends with a record, so that what comes between it and the next is the evaluation alone.
+    An epoch ends with a step record, so the time from it to the next record is the evaluation.
     """
     epochs = {"epochs": 4, "steps_per_epoch": steps, "log_every": steps, "warmup_epochs": 0.0}
     times: dict[str, list[float]] = {"step": [], "evaluation": []}

@@ -1,18 +1,18 @@
-"""Results of an experiment as a table to print and as a file to keep.
+"""Results of an experiment as a printed table and as a small file.
 
     python -m benchmarks.evidence results/adam-stdlib-gpt --out evidence/adam-stdlib-gpt.csv
     python -m benchmarks.evidence evidence/adam-stdlib-gpt.csv
     python -m benchmarks.evidence evidence/wire-digits-cnn.csv --field wire
 
-Records of an experiment take megabytes; what follows from them needs a row per run. A run's
-specification follows from the experiment and from what its trials came to, so a row has only its
-id and its result, and fields for people to read: ``experiments/NAME.toml`` belongs to
-``evidence/NAME.csv``. Rows whose ids do not follow are an error: the experiment was edited since.
+Records of an experiment take megabytes; its conclusions need one row per run. A run's specification
+follows from the experiment and the results of its trials, so a row has only its id, its result, and
+fields for readers: ``experiments/NAME.toml`` belongs to ``evidence/NAME.csv``. A row whose id is
+not in the experiment is an error: the experiment was edited since.
 
-Prints, for every setting, each method at its best rate, and how far it is from all-reduce in the
-same setting, seed by seed: in percent of a loss, in the metric itself where more is better.
-With ``--field``, how far it is from the method that is the same but for these fields, which have
-their defaults: from ``ring`` in full precision for ``ring`` in 8 bits.
+Prints, for every setting, each method at its best rate, and its paired difference from all-reduce
+in the same setting: in percent of a loss, in the metric itself where more is better. With
+``--field``, the difference from the method that has the defaults of these fields and is otherwise
+the same: from ``ring`` in full precision for ``ring`` in 8 bits.
 """
 
 from __future__ import annotations
@@ -55,22 +55,22 @@ _FACTS = (
     *("megabytes", "connections", "train_s"),
     *(f"{phase} {measure}" for phase in PHASES for measure in MEASURES),
 )
-"""What is kept of a run besides its result, where it is known: what a worker sent, how many it
-heard per step, seconds in steps, and the dispersion of norms over replicas in each third."""
+"""What is stored of a run besides its result, if known: megabytes sent by a worker, neighbours per
+step, seconds in steps, and the dispersion of norms over replicas in each third of training."""
 
 _MOST_STEPS = 60
-"""That are kept of a run."""
+"""The most steps that are stored of a run."""
 
 _FEW_SEEDS = 4
-"""From so many on, a difference tells its own noise."""
+"""With at least so many seeds the noise of a difference is estimated from itself."""
 
 
 class Result(NamedTuple):
-    """What one run came to."""
+    """The result of one run."""
 
     spec: RunSpec
     final: float | None
-    """The metric of the average model at its end; None where it diverged."""
+    """The final metric of the average model; None if it diverged."""
 
     commit: str
     date: str
@@ -79,7 +79,7 @@ class Result(NamedTuple):
 
     @property
     def is_trial(self) -> bool:
-        """Whether it was to find a learning rate."""
+        """Whether it is a trial of a learning rate."""
         return is_trial(self.spec.model_dump())
 
 
@@ -91,8 +91,8 @@ def read(path: Path) -> list[Result]:
 def _from_records(store: Store) -> list[Result]:
     if not store.experiment_path.is_file():
         raise UserError(
-            f"a folder must be one that gossamer bench run wrote, got {store.folder} without "
-            f"{store.experiment_path.name}; give the --out of that command"
+            f"a folder must be the --out of gossamer bench run, got {store.folder} without "
+            f"{store.experiment_path.name}; pass another folder"
         )
     results: list[Result] = []
     for run_id, stamps in store.stamps().items():
@@ -115,7 +115,7 @@ def _from_records(store: Store) -> list[Result]:
 
 
 def _facts(rows: RunRows) -> dict[str, float]:
-    """Return what is kept of a run besides its result."""
+    """Return what is stored of a run besides its result."""
     run = rows.run
     known = {
         "megabytes": run["bytes_sent"] / 1e6,
@@ -157,14 +157,14 @@ def _from_file(path: Path) -> list[Result]:
 
 
 def varied(results: Sequence[Result]) -> list[str]:
-    """Return the fields of settings that are not the same in all of them."""
+    """Return the fields in which settings differ."""
     specs = [result.spec.model_dump() for result in results]
     names = [name for name in RunSpec.model_fields if name not in _OF_METHOD]
     return [name for name in names if len({str(spec[name]) for spec in specs}) > 1]
 
 
 def write(results: Sequence[Result], path: Path) -> None:
-    """Keep results, one per row, in the order of their settings, methods, rates and seeds."""
+    """Write results, one per row, sorted by setting, method, rate and seed."""
     fields = varied(results)
     known = [name for name in _FACTS if any(name in result.facts for result in results)]
     rows = [
@@ -186,7 +186,7 @@ def write(results: Sequence[Result], path: Path) -> None:
 
 
 def write_steps(folder: Path, path: Path) -> None:
-    """Keep how far apart workers were, and their target, at a few steps of runs with a control."""
+    """Write the consensus distance and the target at a few steps of runs with a control."""
     tables: list[pl.DataFrame] = []
     for story in Store(folder).stories():
         rows = rows_of(story)
@@ -213,7 +213,7 @@ class Compared(NamedTuple):
     method: str
     runs: list[Result]
     gap: Interval | None
-    """In percent of a loss, in the metric itself where more is better; None of the reference."""
+    """In percent of a loss, in the metric itself where more is better; None for the reference."""
 
     p: float | None
     unit: str
@@ -224,8 +224,8 @@ def compare(
 ) -> list[Compared]:
     """Return every setting and method, all-reduce first, with its difference from the reference.
 
-    The reference is all-reduce; for ``fields``, the method with these at their defaults; or the
-    ``method`` of a name.
+    The reference is all-reduce; with ``fields``, the method that has their defaults; or the method
+    with the name ``method``.
     """
     final = [result for result in results if not result.is_trial and result.final is not None]
     axes = varied(final)
@@ -241,7 +241,7 @@ def compare(
 
 
 def table(results: Sequence[Result], fields: Sequence[str] = (), method: str = "") -> str:
-    """Return Markdown of what ``compare`` returns."""
+    """Return the result of ``compare`` as Markdown."""
     axes = varied([result for result in results if not result.is_trial])
     beside = method or ("the default" if fields else "all-reduce")
     heads = [*axes, "method", "rate", "seeds", "mean", f"from {beside}", "95 % interval", "p"]
@@ -253,7 +253,7 @@ def table(results: Sequence[Result], fields: Sequence[str] = (), method: str = "
 
 
 def _is_reference(spec: RunSpec, of: RunSpec, fields: Sequence[str], method: str) -> bool:
-    """Return whether a run is of the method that another's method is measured by."""
+    """Return whether a run belongs to the reference of another run's method."""
     if spec.method == of.method:
         return False
     if method:
@@ -283,9 +283,9 @@ def _rate(runs: Sequence[Result]) -> str:
 
 
 def _noise(runs: Sequence[Result]) -> Noise | None:
-    """Return the noise of all methods of a setting over the seeds that all have, where few are.
+    """Return the noise of all methods of a setting over their common seeds, if these are few.
 
-    Of a loss it is that of logarithms: differences are in parts of it.
+    For a loss it is the noise of its logarithm, because differences are relative.
     """
     by_method: dict[str, list[Result]] = {}
     for run in runs:
@@ -328,10 +328,12 @@ def _cells(row: Compared) -> list[str]:
 
 
 def main(
-    path: Annotated[Path, typer.Argument(help="Of gossamer bench run, or a file of this command.")],
-    out: Annotated[Path | None, typer.Option(help="The file that keeps the results.")] = None,
+    path: Annotated[
+        Path, typer.Argument(help="Folder of gossamer bench run, or file of this command.")
+    ],
+    out: Annotated[Path | None, typer.Option(help="Write the results to this file.")] = None,
     steps: Annotated[
-        Path | None, typer.Option(help="The file that keeps distances and targets of a folder.")
+        Path | None, typer.Option(help="Write distances and targets of a folder to this file.")
     ] = None,
     field: Annotated[
         list[str] | None,
@@ -341,7 +343,7 @@ def main(
         str, typer.Option(help="Compare with the method of this name.", show_default="all-reduce")
     ] = "",
 ) -> None:
-    """Print what an experiment came to, and keep it."""
+    """Print the results of an experiment, and write them to a file."""
     fields = field or []
     if unknown := set(fields) - set(RunSpec.model_fields):
         name = min(unknown)
@@ -349,7 +351,7 @@ def main(
         raise UserError(f"--field must name a field of a run, got {name!r}; {known}")
     results = read(path)
     if not results:
-        raise UserError(f"{path} must hold runs that have ended, got none; let it run on")
+        raise UserError(f"{path} must hold runs that have ended, got none; wait until some have")
     methods = {result.spec.method: None for result in results}
     if reference and reference not in methods:
         raise UserError(

@@ -1,8 +1,8 @@
 """Draw the figures of docs/findings.md from evidence/*.csv: `python -m benchmarks.findings`.
 
 One figure per file: each method's difference from all-reduce with its interval, setting by setting.
-Where five graphs or more were compared, also results against a worker's neighbourhood; where
-distances of controlled runs were kept, these beside the critical one. Chromium draws.
+Where five graphs or more can be compared, also results against a worker's neighbourhood; where
+distances of controlled runs were kept, these beside the critical distance. Chromium draws.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import polars as pl
 import typer
 
-from benchmarks.claims import FEWEST
+from benchmarks.claims import observed, tested
 from benchmarks.evidence import Compared, Result, compare, read, varied
 from gossamer.charts.page import save, subplots
 from gossamer.charts.theme import PALETTE, REFERENCE
@@ -56,9 +56,10 @@ def _figures(path: Path) -> list[tuple[str, Any]]:
     rows = compare(results, () if centralized else ("wire", "fragments"))
     beside = "all-reduce" if centralized else "full precision"
     drawn = [("", differences(rows, varied(results), path.stem, beside))]
-    graphs = {r.spec.method for r in results if r.spec.topology != CENTRALIZED}
-    if len(graphs) >= FEWEST and all("connections" in r.facts for r in results):
-        drawn.append(("_connections", connections(results, path.stem)))
+    known = [r for r in results if "connections" in r.facts]
+    kept = [(r.spec, r.final, r.facts) for r in known if r.final is not None]
+    if not tested(observed(kept)).is_empty():
+        drawn.append(("_connections", connections(known, path.stem)))
     return [(ending, figure) for ending, figure in drawn if figure is not None]
 
 
@@ -99,7 +100,7 @@ def differences(rows: list[Compared], axes: list[str], title: str, beside: str) 
 
 
 def connections(results: list[Result], title: str) -> Any:
-    """Return results against the size of a worker's neighbourhood, a point per graph."""
+    """Return results against the size of a worker's neighbourhood, a point per method."""
     figure = subplots()
     axes = varied(results)
     settings = sorted({tuple(getattr(r.spec, a) for a in axes) for r in results})
@@ -127,7 +128,7 @@ def connections(results: list[Result], title: str) -> Any:
         )
     figure.update_layout(
         margin=_MARGIN,
-        title=f"{title}: a point per graph, mean over seeds",
+        title=f"{title}: a point per method, mean over seeds",
         xaxis={"title": "a worker and those it hears per step", "type": "log", "dtick": 0.30103},
         yaxis_title=results[0].spec.make_workload().metric_name,
         legend={"orientation": "h", "y": -0.2},

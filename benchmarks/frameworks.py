@@ -1,9 +1,9 @@
-"""What gossip loses inside frameworks: every framework's example, and the same with --ddp.
+"""The gap in loss between gossip and DDP in frameworks: every example, also with --ddp.
 
     python -m benchmarks.frameworks --seeds 0,1,2,3,4 --workers 2
 
 Every run is ``torchrun`` with a script of examples/, whose seed, ranks and length are replaced.
-Both forms of one seed have the same start and the same batches, and are compared seed by seed: the
+Both have the same start and the same batches for one seed, and are compared seed by seed: the
 loss of the average of all workers on held-out samples. One JSON line per run, then a table with
 95 % intervals.
 """

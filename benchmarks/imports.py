@@ -1,8 +1,8 @@
-"""How long a user waits for imports: `python -m benchmarks.imports [--rounds 9]`.
+"""The time of imports: `python -m benchmarks.imports [--rounds 9]`.
 
-Every import runs in an interpreter of its own, all of them in turn. One JSON line each: the median
+Every import runs in its own interpreter, interleaved. One JSON line each: the median
 seconds, and the median over rounds of the ratio to `import torch` in the same round. Seconds are
-those of the processor, which other jobs disturb less than the clock. Commands are whole processes;
+CPU time, which other jobs disturb less than wall time. Commands are timed as processes;
 imports are timed inside, without the start of the interpreter.
 """
 
@@ -34,7 +34,7 @@ def main(rounds: int = 9) -> None:
         **{f"gossamer {command}": lambda c=command: command_s(c) for command in COMMANDS},
     }
     for task in tasks.values():
-        task()  # files come from memory afterwards
+        task()  # fills the page cache
     times = [{name: task() for name, task in tasks.items()} for _ in range(rounds)]
     for name in tasks:
         ratios = [once[name] / once["import torch"] for once in times]

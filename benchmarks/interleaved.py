@@ -1,4 +1,4 @@
-"""Times of several tasks in one run: in turns, so that what disturbs one disturbs all."""
+"""Interleaved timing of several tasks, so that a disturbance affects all of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 def median_ms(tasks: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, float]:
-    """Return the median milliseconds of each task; a first turn is not counted."""
+    """Return the median milliseconds of each task; the first turn is warm-up."""
     times: dict[str, list[float]] = {name: [] for name in tasks}
     for _ in range(repeats + 1):
         for name, task in tasks.items():

@@ -7,8 +7,8 @@ gradient is compiled for all workers by ``jax.vmap``, which computes them togeth
     x ← W x                       the ring
     m ← 0.9 m + g,  x ← x - 0.01 m
 
-Everything is one compiled function that overwrites its arguments, as ours are overwritten. JAX has
-as many threads as torch: import this module after torch's number of them is set.
+Everything is one compiled function that donates its arguments, as ours are updated in place. JAX
+gets as many threads as torch: import this module after torch's number of threads is set.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from gossamer import Simulation
 from gossamer.topology import Round
 
-os.environ["PJRT_NPROC"] = str(torch.get_num_threads())  # read when JAX makes its threads
+os.environ["PJRT_NPROC"] = str(torch.get_num_threads())  # read when JAX creates its threads
 
 import jax  # pyright: ignore[reportMissingImports]
 import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
@@ -36,23 +36,23 @@ Forward: TypeAlias = Callable[[Arrays, Arrays, Any], tuple[Any, Arrays]]
 
 HEADS, LAYERS = 2, 2
 EPSILON, KEPT = 1e-5, 0.9
-"""Of normalization layers: added to a variance; how much of running statistics stays in a step."""
+"""Of normalization layers: added to a variance; the weight of old running statistics in a step."""
 
 AGREEING_STEPS = 3
 TOLERANCE = 1e-4, 1e-5
-"""How far numbers may be apart after these steps, in single precision: relative, and absolute."""
+"""Tolerances after these steps in single precision: relative and absolute."""
 
 
 @final
 class JaxTraining:
-    """Workers that train on the same batch again and again.
+    """Workers that train repeatedly on the same batch.
 
     Args:
         name: of the model, in ``FORWARD``.
         model: what every worker starts from.
         inputs: of all workers.
         targets: of all workers.
-        round: what they mix with, the same at every distance.
+        round: circulant: the weights depend only on the distance of workers.
         way: ``jax_vmap`` or ``jax_map``.
     """
 
@@ -83,7 +83,7 @@ class JaxTraining:
 def ways_that_agree(
     name: str, model: nn.Module, sim: Simulation, inputs: Tensor, targets: Tensor
 ) -> dict[str, Callable[[], object]]:
-    """Return a step of each way, after the check that they come to what the simulation comes to.
+    """Return a step of each way, after a check that they agree with the simulation.
 
     Args:
         name: of the model.
@@ -100,7 +100,7 @@ def ways_that_agree(
             np.testing.assert_allclose(training.step(), losses, *TOLERANCE, err_msg=way)
     for way, training in trainings.items():
         for name, own in sim.parameters.items():
-            # By norms: of a million numbers a few always differ by more than rounding of each.
+            # Compare norms: of a million numbers a few always differ by more than the tolerance.
             difference = float(np.linalg.norm(training.parameters[name] - own.numpy()))
             relative, absolute = TOLERANCE
             allowed = relative * float(own.norm()) + absolute * own.numel() ** 0.5

@@ -1,13 +1,13 @@
-"""What kill -9 costs a run: at random moments of a runner, or of a run's own process.
+"""What a run loses by kill -9 of its runner or its own process, at random moments.
 
     python -m benchmarks.kills [--kills 50] [--every 0.5] [--engine simulated] [--seed 0] [--json]
 
-One run of ``digits-mlp`` is killed so many times: every other time its runner, else its process,
-which is then tried again. Printed for each: how far the run was, what its checkpoint has, what is
-lost in steps and in seconds of training, since that was saved or since the run was seen to go on
-from it, and how long what was killed left processes behind. At the end the run is let alone, and
-its records are compared with those of one that was never killed. Starts from nothing are not
-counted as kills: a process is killed when it trains.
+One run of ``digits-mlp`` is killed repeatedly: alternately its runner and its process, which is
+then retried. Prints for each kill: the step of the run and of its checkpoint, what is lost in steps
+and in seconds of training since the checkpoint was saved or the run resumed from it, and how long
+processes of the killed one survived. At the end the run is left to finish, and its records are
+compared with those of a run that was never killed. A process is only killed while it trains, so
+starts without a checkpoint are not counted.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ methods = ["D_ring"]
 run = {{ epochs = 100, steps_per_epoch = {steps}, log_every = 5, evaluate_every = 10 }}
 """
 _LONGEST_S = 120.0
-"""How long a start may take until a run trains."""
+"""How long a run may take until its first step."""
 
 
 class Folder(NamedTuple):
@@ -52,12 +52,12 @@ class Folder(NamedTuple):
 
     @property
     def store(self) -> Store:
-        """Where its records are."""
+        """The store of its records."""
         return Store(self.path / "out")
 
     @property
     def checkpoint(self) -> Checkpointing:
-        """Where it goes on from."""
+        """The folder of its checkpoint."""
         return Checkpointing(self.store.checkpoint_folder(self.spec.id))
 
     def start(self) -> subprocess.Popen[bytes]:
@@ -71,12 +71,12 @@ class Folder(NamedTuple):
         )
 
     def part(self) -> Path | None:
-        """Return the file that is being written; one that a killed run has left is not."""
+        """Return the file that is being written, and not one that a killed run has left."""
         parts = (self.store.folder / "runs").glob("*.part")
         return next((path for path in parts if is_there(_process_of(path))), None)
 
     def num_steps(self) -> int:
-        """Return how far the run is that goes on."""
+        """Return the number of steps of the run in progress."""
         path = self.part()
         lines = path.read_text().splitlines() if path else []
         steps = [line for line in lines if line.startswith('{"kind":"step"') and line[-1] == "}"]
@@ -98,7 +98,7 @@ def kill_once(folder: Folder, victim: str, chance: random.Random) -> dict[str, A
     if runner.poll() is not None or path is None:
         runner.kill()
         runner.wait()
-        raise EOFError  # it came to its end
+        raise EOFError  # it has finished
     started = descendants(runner.pid)
     process = runner.pid if victim == "runner" else _process_of(path)
     lost_s = min(_saved_s(folder), time.monotonic() - seen)
@@ -125,13 +125,13 @@ def _process_of(part: Path) -> int:
 
 
 def _saved_s(folder: Folder) -> float:
-    """Return how long ago the checkpoint was made."""
+    """Return the age of the checkpoint in seconds."""
     manifests = [*folder.checkpoint.folder.glob("step-*/checkpoint.json")]
     return time.time() - max((path.stat().st_mtime for path in manifests), default=time.time())
 
 
 def timeless(records: list[Record]) -> list[Record]:
-    """Return records without what may differ when a run is done again."""
+    """Return records without the times, which differ between repetitions."""
     return [
         record.model_copy(update={"train_s": 0.0})
         if isinstance(record, Step | Evaluation | Ended)

@@ -1,13 +1,13 @@
-"""What gossip loses to all-reduce at equal steps: the rows that ``gossamer plan`` shows.
+"""The gap in loss between gossip and all-reduce at equal steps: the rows of ``gossamer plan``.
 
     python -m benchmarks.losses evidence/adam-stdlib-gpt.csv evidence/adam-stdlib-gpt-long.csv \
         --out src/gossamer/runtime_model/measured_losses.json
 
-Files are what ``benchmarks.evidence`` keeps; a folder of ``gossamer bench run`` does as well. Of
-final runs that are done, not of trials, every way of gossip is compared with all-reduce in the same
-setting, seed by seed. The slope of all-reduce's loss needs a setting that was also trained four
-times as long; other settings of that workload take the slope of the nearest one, and say so. One
-JSON line per row; what was left out goes to stderr.
+Files are those of ``benchmarks.evidence``, or folders of ``gossamer bench run``. Every method of
+gossip is compared with all-reduce in the same setting, seed by seed, in final runs that are done;
+trials do not count. The slope of all-reduce's loss needs a setting that was also trained four times
+as long; other settings of that workload use the slope of the nearest one, which is noted. One JSON
+line per row; runs that were left out are listed on stderr.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from gossamer.runtime_model.measure import kind_of
 from gossamer.workloads import find
 
 _ARM = {"method", "topology", "algorithm", "optimizer", "optimizer_options", "lr", "seed"}
-"""Fields in which what is compared differs."""
+"""Fields in which compared runs differ."""
 
 _TOLD = {"workload", "workers", "batch_size", "epochs", "max_steps"}
-"""Fields of a setting that have a name of their own in it."""
+"""Fields of a setting that are attributes of their own."""
 
 _UNSEEN = {"engine", "log_every", "evaluate_every", "evaluate_replicas", "evaluate_samples"}
-"""Fields that change no training."""
+"""Fields that do not affect training."""
 
 
 class Setting(NamedTuple):
-    """What the runs that are compared have in common."""
+    """The fields that compared runs share."""
 
     kind: str
     workload: str
@@ -55,7 +55,7 @@ class Setting(NamedTuple):
     """All other fields."""
 
     def distance(self, other: Setting) -> float:
-        """Return how many doublings of workers, batch and steps lie between two settings."""
+        """Return the distance of two settings in doublings of workers, batch size and steps."""
         pairs = zip(self[2:5], other[2:5], strict=True)
         return sum(abs(math.log2(own / others)) for own, others in pairs)
 
@@ -73,11 +73,11 @@ Arms: TypeAlias = dict[Arm, Seeds]
 
 
 def final_runs(paths: Sequence[Path], left_out: Counter[str]) -> Iterator[Result]:
-    """Yield the runs of experiments that count, each once.
+    """Yield the runs that count, without duplicates.
 
     Args:
         paths: folders of ``gossamer bench run``, or files of ``benchmarks.evidence``.
-        left_out: gets how many others there are, by reason.
+        left_out: filled with the number of other runs, by reason.
     """
     runs = {result.spec.id: result for path in paths for result in read(path)}
     for run in runs.values():
@@ -88,7 +88,7 @@ def final_runs(paths: Sequence[Path], left_out: Counter[str]) -> Iterator[Result
 
 
 def _why_not(run: Result) -> str:
-    """Return why a run does not count; nothing where it does."""
+    """Return why a run does not count; empty if it does."""
     spec = run.spec
     plain = (spec.control, spec.every, spec.gossip_steps, spec.outer_lr) == ("plain", 1, 1, None)
     reasons = {
@@ -134,7 +134,7 @@ def _kind(workload: str, optimizer: str) -> str:
 
 
 def slopes_of(settings: Mapping[Setting, Arms]) -> dict[Setting, float]:
-    """Return what all-reduce gains per unit of ln(steps), by the setting of the shorter run."""
+    """Return the gain of all-reduce per unit of ln(steps), by the setting of the shorter run."""
     slopes: dict[Setting, float] = {}
     for setting, arms in settings.items():
         longer = settings.get(setting._replace(steps=LONGER * setting.steps), {})
@@ -216,7 +216,7 @@ def _short(value: float) -> float:
 
 
 def _words(setting: Setting, *, longer: bool = False) -> str:
-    """Return a setting in words, together with the longer one where a slope is theirs."""
+    """Return a setting as text, with the longer one if a slope is from both."""
     steps = f"{setting.steps} to {LONGER * setting.steps}" if longer else f"{setting.steps}"
     return f"{setting.workers} workers, batches of {setting.batch_size}, {steps} steps"
 
@@ -227,7 +227,7 @@ def main(
     ],
     out: Annotated[Path, typer.Option(help="The file that is written.")],
 ) -> None:
-    """Compare gossip with all-reduce in records, and write what was found."""
+    """Compare gossip with all-reduce in records, and write the rows."""
     left_out = Counter[str]()
     rows = rows_from(group(final_runs(paths, left_out), left_out))
     if left_out:

@@ -1,4 +1,4 @@
-"""Small models of four kinds, and how a worker trains them: what benchmarks of simulations run."""
+"""Small models of four kinds, with their batches, for benchmarks of simulations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What gossip loses in a loop of nanoGPT's shape: both scripts of docs/nanogpt.md, on processes.
+"""The gap in loss between gossip and DDP in the scripts of docs/nanogpt.md, on processes.
 
     python -m benchmarks.nanogpt --seeds 0,1,2,3,4 --workers 4
 

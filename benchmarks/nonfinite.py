@@ -1,10 +1,11 @@
-"""What it costs to look, before every round, whether parameters are finite.
+"""The cost of checking before every round whether parameters are finite.
 
     python -m benchmarks.nonfinite [--parameters 10000000] [--repeats 15]
 
-One look at the buckets of a model in single precision on one thread, beside training steps of two
-models of about as many parameters, a mixing with one neighbour, and the look at every number that
-only parameters get that are not finite. All are interleaved. Prints JSON, then a table.
+One check of the buckets of a model in single precision on one thread, compared with training steps
+of two models of about as many parameters, with mixing with one neighbour, and with the check of
+every number, which only runs if a norm is not finite. All are interleaved. Prints JSON, then a
+table.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ _BUCKET = 6_250_000
 
 def main(
     parameters: Annotated[int, typer.Option(help="Of the models.")] = 10_000_000,
-    repeats: Annotated[int, typer.Option(help="Of which medians are taken.")] = 15,
+    repeats: Annotated[int, typer.Option(help="Repetitions; medians are printed.")] = 15,
 ) -> None:
-    """Print the cost of a look, and its share of a step."""
+    """Print the cost of a check, and its share of a step."""
     torch.set_num_threads(1)
     times = cost(parameters, repeats)
     print(json.dumps(times), flush=True)

@@ -1,7 +1,7 @@
-"""What a step of AccumAdamW costs beside torch's AdamW: `python -m benchmarks.optimizer`.
+"""The cost of a step of AccumAdamW relative to torch's AdamW: `python -m benchmarks.optimizer`.
 
-CPU time per step, competitors in turn for several rounds, so that what else the machine does is the
-same for all; medians, and their ratio to torch's fused kernel. Two sets of parameters: a few large
+CPU time per step, interleaved over several rounds, so that other jobs affect all alike; medians,
+and their ratio to torch's fused kernel. Two sets of parameters: a few large
 tensors, and a GPT's, of which most are small. Prints JSON lines, then a table.
 """
 
@@ -53,7 +53,7 @@ def milliseconds(
         for parameter in parameters:
             parameter.grad = torch.randn_like(parameter)
         optimizers[name] = make(parameters, window)
-        optimizers[name].step()  # makes its state
+        optimizers[name].step()  # allocates its state
     times: dict[str, list[float]] = {name: [] for name in optimizers}
     for _ in range(rounds):
         for name, optimizer in optimizers.items():

@@ -1,10 +1,10 @@
-"""What records cost: `python -m benchmarks.records`.
+"""The cost of records: `python -m benchmarks.records`.
 
-Runs that record norms and sketches at several intervals, the same that also keep every norm in a
-file, and one that records its last step alone, take turns. One JSON line per number of workers and
-interval: how much more a training step takes, what keeping norms adds to a record, and what it
-takes to make the parquet file at the end, without importing polars. Medians of CPU time. Set
-OMP_NUM_THREADS=1, as a runner does for each of its runs.
+Interleaves runs that record norms and sketches at several intervals, the same with every norm
+stored in a file, and one that records only its last step. One JSON line per number of workers and
+interval: the extra time of a training step, what storing norms adds to a record, and the time to
+write the parquet file at the end, without importing polars. Medians of CPU time. Set
+OMP_NUM_THREADS=1, as the runner does for its runs.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Spent(NamedTuple):
     """CPU seconds."""
 
     training: float
-    """And records, to the last step."""
+    """In steps and records, up to the last step."""
 
     finishing: float
     """The parquet file."""
 
 
 def spent(workload: str, workers: int, steps: int, log_every: int, *, keep: bool) -> Spent:
-    """Return what a run takes, without its evaluation; its norms are kept, or not."""
+    """Return the time of a run without its evaluation, with or without stored norms."""
     spec = RunSpec(
         workload=workload,
         workers=workers,
@@ -49,7 +49,7 @@ def spent(workload: str, workers: int, steps: int, log_every: int, *, keep: bool
         evaluate_replicas=0,
     )
     records = run(spec, norms_mb=_NORMS_MB if keep else 0)
-    next(records)  # built, and the data read
+    next(records)  # the model is built and the data are read
     with tempfile.TemporaryDirectory() as folder:
         part = NormsPart(Path(folder) / "norms.part")
         began = time.process_time()
@@ -64,13 +64,13 @@ def spent(workload: str, workers: int, steps: int, log_every: int, *, keep: bool
 
 
 def main(
-    workload: Annotated[str, typer.Option(help="What is trained.")] = "digits-mlp",
+    workload: Annotated[str, typer.Option(help="The workload.")] = "digits-mlp",
     workers: Annotated[str, typer.Option(help="Numbers of workers.")] = "8,64,256,1008",
     intervals: Annotated[str, typer.Option(help="Steps between records.")] = "1,10,25",
     steps: Annotated[int, typer.Option(help="Steps per run.")] = 100,
-    rounds: Annotated[int, typer.Option(help="Runs of each kind, taking turns.")] = 5,
+    rounds: Annotated[int, typer.Option(help="Runs of each kind, interleaved.")] = 5,
 ) -> None:
-    """Measure what it costs to record."""
+    """Measure the cost of records."""
     torch.set_num_threads(1)
     for count in map(int, workers.split(",")):
         every = [int(interval) for interval in intervals.split(",")]

@@ -1,30 +1,30 @@
-"""What a simulated worker-step costs, in time and memory.
+"""Time and memory of a simulated worker-step.
 
     python -m benchmarks.simulation [--model mlp] [--workers 64 --workers 256] [--rounds 3] [--jax]
 
-One JSON line per model and number of workers. Three ways to do the same amount of training:
+One JSON line per model and number of workers. Three methods for the same amount of training:
 
-- ``simulation``: gossamer.Simulation, ring, awc; the whole step.
+- ``simulation``: gossamer.Simulation, ring, awc; complete steps.
 - ``loop``: a module and an optimizer per worker, one after the other; no mixing.
 - ``batch``: one model on one batch of all workers' samples, which is the limit: the same
-  arithmetic on samples, and nothing per worker.
+  arithmetic without any work per worker.
 
-With ``--jax`` (``pip install 'gossamer[jax]'``) there are two more, the whole step again, as
-one function that is compiled (``benchmarks/jax_steps.py``): ``jax_vmap`` and ``jax_map``. They must
-come to our parameters in the first steps, or it is an error. ``speed_to_jax`` is our speed over
-that of the faster of the two; a last line has the least of all rows and the geometric mean.
+With ``--jax`` (``pip install 'gossamer[jax]'``) there are two more, complete steps as one compiled
+function (``benchmarks/jax_steps.py``): ``jax_vmap`` and ``jax_map``. They must agree with our
+parameters in the first steps, or it is an error. ``speed_to_jax`` is our speed divided by that of
+the faster of the two; a last line has the least of all rows and the geometric mean.
 
 They are interleaved, each for at least a quarter of a second per round. Rounds run in several
-processes, because the same code is faster or slower by a fifth from one process to the next.
-Figures are medians over all rounds; what ends in ``_by_process`` has one of each process.
+processes, because the speed of the same code varies by a fifth between processes. Figures are
+medians over all rounds; fields that end in ``_by_process`` have one value per process.
 
 ``of_loop`` and ``of_batch`` are simulation time over theirs, median of the rounds' ratios.
-``floor`` is what ``of_batch`` cannot be below where samples cost what they cost in the batch:
-beside them every worker's parameters pass through memory nine times (forward 1, gradient 1, fused
-SGD 5, mixing 2), at the speed of an in-place product over as much memory, timed in the same rounds.
-Samples cost less where activations of a chunk stay in cache and those of the batch do not.
-``peak_mb`` is what a fresh process takes for some steps, beyond what it took before the simulation
-was built; ``budget_mb`` is parameters + gradients + optimizer state + one mixing buffer.
+``floor`` is a lower bound of ``of_batch`` if samples cost as much as in the batch: in addition
+every worker's parameters pass through memory nine times (forward 1, gradient 1, fused SGD 5, mixing
+2), at the speed of an in-place product over as much memory, timed in the same rounds. Samples cost
+less if activations of a chunk stay in cache and those of the batch do not. ``peak_mb`` is the peak
+memory of some steps in a fresh process, minus that before the simulation was built; ``budget_mb``
+is parameters + gradients + optimizer state + one mixing buffer.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from benchmarks.models import WORKLOADS, Workload, loss_of, make_optimizer
 from gossamer import Simulation
 
 WARMUP = 16
-"""Steps before the first measured one: caches and freed memory settle in them."""
+"""Warm-up steps, in which caches and freed memory settle."""
 
 LEAST_S = 0.25
-"""How long at least a way runs per round: less would be timed in a good or a bad moment."""
+"""The least time of a method per round; shorter ones would be too noisy."""
 
 PASSES = 9
 """Reads and writes of every worker's parameters, or of as much memory, in a step."""
@@ -61,9 +61,9 @@ PASSES = 9
 def main(
     model: Annotated[list[str] | None, typer.Option(help="Only this; repeatable.")] = None,
     workers: Annotated[list[int], typer.Option(min=1)] = [16, 64, 256, 1008],  # noqa: B006
-    rounds: Annotated[int, typer.Option(min=1, help="Of every way, in each process.")] = 2,
-    processes: Annotated[int, typer.Option(min=1, help="To repeat the rounds in.")] = 3,
-    jax: Annotated[bool, typer.Option("--jax", help="JAX's vmap and lax.map, too.")] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds in each process.")] = 2,
+    processes: Annotated[int, typer.Option(min=1, help="Processes that repeat the rounds.")] = 3,
+    jax: Annotated[bool, typer.Option("--jax", help="Also JAX's vmap and lax.map.")] = False,
     part: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
     """Print one JSON line per model and number of workers."""
@@ -91,7 +91,7 @@ def main(
 
 
 def measure(name: str, num_workers: int, rounds: int, processes: int, jax: bool) -> dict[str, Any]:
-    """Return the throughput of all ways, their ratios, and the simulation's memory."""
+    """Return the throughput of all methods, their ratios, and the simulation's memory."""
     options = ["--model", name, "--workers", str(num_workers), "--rounds", str(rounds)]
     options += ["--jax"] if jax else []
     runs = [in_own_process("seconds", options) for _ in range(processes)]
@@ -141,7 +141,7 @@ def in_own_process(part: str, options: list[str]) -> dict[str, Any]:
 
 
 def seconds_of_ways(name: str, num_workers: int, rounds: int, jax: bool) -> dict[str, Any]:
-    """Return seconds per step of each way in each round, and what the simulation chose."""
+    """Return seconds per step of each method in each round, and the simulation's choice."""
     torch.manual_seed(0)
     workload = WORKLOADS[name]
     model = workload.build()
@@ -154,7 +154,8 @@ def seconds_of_ways(name: str, num_workers: int, rounds: int, jax: bool) -> dict
         "passes": pass_over(sum(p.numel() for p in sim.parameters.values())),
     }
     if jax:
-        from benchmarks import jax_steps  # here, because it takes as many threads as torch has
+        # Imported here, because JAX gets as many threads as torch has now.
+        from benchmarks import jax_steps
 
         ways |= jax_steps.ways_that_agree(name, model, sim, inputs, targets)
     for _ in range(WARMUP):
@@ -198,13 +199,13 @@ def batch_step(model: nn.Module, inputs: Tensor, targets: Tensor) -> Callable[[]
 
 
 def pass_over(numbers: int) -> Callable[[], object]:
-    """Return what reads and writes that many numbers: two passes."""
+    """Return a function that reads and writes that many numbers: two passes."""
     memory = torch.ones(numbers)
     return lambda: memory.mul_(1.0)
 
 
 def seconds_per_step(step: Callable[[], object]) -> float:
-    step()  # not timed: caches and freed memory are still those of the way before
+    step()  # not timed: caches and freed memory are still those of the previous method
     start = time.perf_counter()
     steps = 0
     while (elapsed := time.perf_counter() - start) < LEAST_S:
@@ -221,7 +222,7 @@ def median_ratio(seconds: dict[str, list[float]], way: str, other: str) -> float
 def peak_memory(workload: Workload, num_workers: int) -> dict[str, float]:
     model = workload.build()
     inputs, targets = workload.sample(num_workers, workload.batch)
-    small = make_simulation(model, 2)  # so that what torch loads at first use is not counted
+    small = make_simulation(model, 2)  # or libraries that torch loads at first use would count
     for _ in range(WARMUP):
         small.step(inputs[:2], targets[:2])
     before = peak_mb()

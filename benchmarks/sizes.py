@@ -1,4 +1,4 @@
-"""How long modules and functions are: `python -m benchmarks.sizes`.
+"""Lengths of modules and functions: `python -m benchmarks.sizes`.
 
 Lines of every module of the package, and of every function and method, docstrings included; the
 median, the 90th percentile and the longest of each.
@@ -15,18 +15,18 @@ SOURCE = Path(__file__).parents[1] / "src" / "gossamer"
 
 
 class Sizes(NamedTuple):
-    """Of one kind of thing, in lines."""
+    """Lengths of modules or of functions, in lines."""
 
     number: int
     median: float
     p90: float
     longest: int
     name: str
-    """Of the longest."""
+    """Of the longest one."""
 
 
 def measure(lines: dict[str, int]) -> Sizes:
-    """Return the sizes of these things, by name."""
+    """Return statistics of lengths that are given by name."""
     ordered = sorted(lines.values())
     p90 = statistics.quantiles(ordered, n=10, method="inclusive")[-1]
     longest = max(lines, key=lines.__getitem__)

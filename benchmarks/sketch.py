@@ -1,4 +1,4 @@
-"""How well a sketch estimates the consensus distance of real training, and what it costs.
+"""Error and cost of estimating the consensus distance of real training by a sketch.
 
     python -m benchmarks.sketch [--steps 60] [--seeds 20] [--parameters 10000000] [--repeats 9]
 
@@ -149,7 +149,7 @@ def table_of_signs(size: int) -> Construction:
 
 
 def same_signs_per_block(seed: int, x_WN: Tensor) -> Tensor:
-    """One block of signs for all blocks, each block with a sign of its own: no offsets."""
+    """The same block of signs for all blocks, each block with its own sign: no offsets."""
     rng = torch.Generator().manual_seed(seed)
     block = 128 * SIZE
     num_blocks = -(-x_WN.shape[1] // block)

@@ -1,7 +1,7 @@
 """The cost of a step without a network: `python -m benchmarks.step --workers 4` on loopback.
 
-All workers share this machine's processors, so what counts is the work that a method adds: passes
-over memory, copies through the kernel, threads. Methods and samples are those of
+All workers share this machine's processors, so the difference between methods is the work that they
+add: passes over memory, copies through the kernel, threads. Methods and samples are those of
 benchmarks.cluster, interleaved in the same way; compute is real and small.
 """
 
@@ -60,8 +60,8 @@ def main(
             samples += [json.loads(line.removeprefix(SAMPLE)) for line in lines]
     finally:
         for process in processes:
-            with process:  # closes its pipe, and waits
-                process.kill()  # nothing where it has ended
+            with process:  # closes its pipe, and joins
+                process.kill()  # no effect if it has ended
     results = rows(samples, _LOOPBACK, sys.maxsize)
     for row in results:
         print(json.dumps(asdict(row)))

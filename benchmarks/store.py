@@ -1,12 +1,12 @@
-"""What the store has to answer when many ranks start, and when all of them fail at once.
+"""Load of the store when many ranks start, and when all of them fail at once.
 
     python -m benchmarks.store [--clients 64,256,1008]
 
-Clients are threads of one process, each with a connection of its own to a TCPStore in another, as
-torchrun's agent holds it. They run the handshake of ``decentralize()`` for a model of 100 tensors;
-then one of them is silent and all others look for the cause of a failed collective, as they do when
-it is killed. Printed are requests and seconds of both; the seconds are mostly those of Python's own
-threads, which share a processor, and so an upper limit.
+Clients are threads of one process, each with its own connection to a TCPStore in another process,
+as torchrun's agent hosts it. They run the handshake of ``decentralize()`` for a model of 100
+tensors; then one of them does not respond and all others look up the cause of a failed collective,
+as they do when it is killed. Prints requests and seconds of both; the seconds are mostly overhead
+of Python's threads, which share a processor, and so an upper bound.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _FACTS = {f"parameter layers.{layer}.weight": "float32 [256, 256]" for layer in 
 
 
 class CountingStore(Store):
-    """A store that counts what it is asked."""
+    """A store that counts its requests."""
 
     def __init__(self, store: Store) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class CountingStore(Store):
 
 
 def measure(num_clients: int) -> dict[str, Any]:
-    """Return what a start and a common failure ask of the store."""
+    """Return the requests of a start and of a common failure."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     holder = context.Process(target=_hold_store, args=(theirs,), daemon=True)
@@ -78,7 +78,7 @@ def measure(num_clients: int) -> dict[str, Any]:
     port: int = ours.recv()
     try:
         with ThreadPoolExecutor(num_clients) as pool:
-            # Side by side: where the system cannot name a host, torch waits for that each time.
+            # Concurrently: if a host name cannot be resolved, torch waits for a timeout each time.
             stores = [*pool.map(lambda _: _connect(port), range(num_clients))]
             groups = [dist.ProcessGroup(s, r, num_clients) for r, s in enumerate(stores)]
             boards = [*pool.map(lambda group: NoticeBoard(group, _TIMEOUT), groups)]
@@ -101,7 +101,7 @@ def _connect(port: int) -> CountingStore:
 
 
 def _fail(board: NoticeBoard) -> Cause:
-    """Fail as a rank does whose collective has lost a peer."""
+    """Fail like a rank whose collective has lost a peer."""
     others = tuple(rank for rank in range(board.size) if rank != board.rank)
     own = Notice(rank=board.rank, step=7, what="an average", peers=others, final=True)
     return find_cause(board, own, lost=True)

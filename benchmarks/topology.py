@@ -1,12 +1,12 @@
-"""How long the catalogue takes: building a round, and answering questions about it.
+"""Times to build and to analyse the rounds of the catalogue.
 
     python -m benchmarks.topology [--workers 64 --workers 1008 --workers 10000] [--repeats 3]
 
 One JSON line per topology and number of workers, times in milliseconds (median of the repeats).
-``build_ms`` parses the text and builds the first round, ``gap_ms`` is that round's spectral gap,
+``build_ms`` parses the string and builds the first round, ``gap_ms`` is that round's spectral gap,
 ``spectrum_ms`` the rate per round and the rounds to consensus, ``decay_ms`` eight steps of the
-consensus error. Topologies that need a power of two get the next one. Those that hold a number of
-edges that grows with the square of the workers are left out above 2000.
+consensus error. Topologies that need a power of two get the next one. Those whose number of
+stored edges grows with the square of the workers are left out above 2000.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def measure(text: str, num_workers: int, repeats: int) -> dict[str, object]:
         parse(text, num_workers).round(0)
 
     def spectrum() -> None:
-        # A schedule keeps its last rounds; a fresh one shows what a user waits for.
+        # A schedule caches its last rounds; a fresh one shows the time that a user waits.
         fresh: Schedule = parse(text, num_workers)
         mixing_rate(fresh)
         rounds_to_consensus(fresh)

@@ -1,7 +1,7 @@
-"""What a wire format costs: `python -m benchmarks.wire`.
+"""The cost of wire formats: `python -m benchmarks.wire`.
 
-Processor time, not wall time, of one thread: others may use the machine. A copy of as many numbers
-is what memory allows.
+CPU time, not wall time, of one thread: other jobs may use the machine. A copy of as many numbers is
+the limit by memory bandwidth.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gossamer.wire import Outbox, parse_wire
 
 _WEIGHT = 0.5
 _APART = 1e-3
-"""How far workers are from each other; how far does not matter, as long as steps are equal."""
+"""The distance between workers; times do not depend on it."""
 
 
 def main(
@@ -28,7 +28,7 @@ def main(
     repeats: Annotated[int, typer.Option(help="Of each; the median counts.")] = 7,
     wire: Annotated[list[str] | None, typer.Option(help="Formats; repeatable.")] = None,
 ) -> None:
-    """Measure the processor time of writing and of reading a message."""
+    """Measure the CPU time of encoding and of decoding a message."""
     torch.set_num_threads(1)
     table = Table("wire", "MB", "encode CPU ms", "decode CPU ms", "mix CPU ms", "of a copy")
     numel = round(params)
@@ -59,7 +59,7 @@ def _measure(text: str, numel: int, repeats: int, copy_ms: float) -> list[str]:
 
 
 def cpu_ms(task: Callable[[], object], repeats: int) -> float:
-    """Return the median processor time of a task on this thread; a first turn is not counted."""
+    """Return the median CPU time of a task on this thread; the first turn is warm-up."""
     times: list[float] = []
     for _ in range(repeats + 1):
         start = time.thread_time()

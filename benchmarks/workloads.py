@@ -1,12 +1,12 @@
-"""How fast workloads train, and that they learn.
+"""Throughput of workloads, and a check that they learn.
 
     python -m benchmarks.workloads [--workload digits-cnn] [--workers 16] [--batch 8] [--rounds 3]
     python -m benchmarks.workloads --train --workload cifar10-resnet20 [--steps 50] [--no-evaluate]
 
-One JSON line per workload whose data are there (GOSSAMER_DATA). Without ``--train``, samples per
-second of two ways to use the same samples, interleaved in one process, medians over rounds:
+One JSON line per workload whose data are available (GOSSAMER_DATA). Without ``--train``, samples
+per second of two methods on the same samples, interleaved in one process, medians over rounds:
 
-- ``simulation``: gossamer.Simulation of all workers on a ring, awc; the whole step.
+- ``simulation``: gossamer.Simulation of all workers on a ring, awc; complete steps.
 - ``batch``: one model on one batch of all workers' samples.
 
 Both with fetching, augmentation and the recipe's optimizer. ``of_batch`` is the simulation's
@@ -39,7 +39,7 @@ def main(
     workload: Annotated[list[str] | None, typer.Option(help="Only this; repeatable.")] = None,
     workers: Annotated[int, typer.Option()] = 16,
     batch: Annotated[int, typer.Option(help="Per worker; 0: the recipe's.")] = 0,
-    rounds: Annotated[int, typer.Option(help="Each runs both ways for a step.")] = 5,
+    rounds: Annotated[int, typer.Option(help="Rounds; each does a step of both.")] = 5,
     train: Annotated[bool, typer.Option("--train", help="Train instead.")] = False,
     steps: Annotated[int, typer.Option(help="To train; 0: one epoch.")] = 0,
     evaluate: Annotated[bool, typer.Option(help="At the end of training.")] = True,
@@ -61,7 +61,7 @@ def main(
 
 
 def measure(spec: RunSpec, rounds: int) -> dict[str, Any]:
-    """Return the throughput of both ways."""
+    """Return the throughput of both methods."""
     seconds: dict[str, list[float]] = {"simulation": [], "batch": []}
     ways = {"simulation": simulation_step(spec), "batch": batch_step(spec)}
     for i in range(WARMUP + rounds):
@@ -108,7 +108,7 @@ def batch_step(spec: RunSpec) -> Callable[[int], object]:
 
 
 def learn(spec: RunSpec, evaluate: bool) -> dict[str, Any]:
-    """Train, tell on stderr how it goes, and return what came of it."""
+    """Train, report progress on stderr, and return the results."""
     steps: list[Step] = []
     metric: dict[str, float] = {}
     for record in run(spec):

@@ -81,7 +81,7 @@ def test_steps_take_what_the_links_need(
 
 
 def test_a_controller_pays_for_its_rounds_and_its_sketches(clock: Clock) -> None:
-    """By what was sent: 2.5 rounds of two copies each, and everyone's sketch at every step."""
+    """From the bytes sent: 2.5 rounds of two copies each, and all sketches at every step."""
     held = spec_of("D_ring", control="constant(c=0.5)")
     sketches_s = 7 * 8 * 509 * 8 / LINK.bits_s
     found = seconds(clock, held, copies=5.0)
@@ -103,7 +103,7 @@ def test_a_controller_s_all_reduces_are_told_from_its_rounds() -> None:
 
 
 def test_a_graph_that_thins_out_gets_faster(clock: Clock) -> None:
-    """Ada takes 10 ms on the wire for every neighbour that it has by then."""
+    """Ada takes 10 ms of communication for each of its current neighbours."""
     ada = spec_of("D_ada(k0=6, gamma=1)")
     found = [0.0, *seconds(clock, ada)]
     steps_s = [(after - before) / 10 for before, after in itertools.pairwise(found)]
@@ -113,7 +113,7 @@ def test_a_graph_that_thins_out_gets_faster(clock: Clock) -> None:
 
 
 def test_a_stated_time_is_of_the_run_s_own_model() -> None:
-    """Twice the parameters take twice the wire; a workload without a time has none."""
+    """Twice the parameters take twice the communication; without compute_s there are no times."""
     clock = Clock("24mbit", compute_s={"digits-mlp": COMPUTE_S})
     ring = spec_of("D_ring").model_dump()
     once, twice = (clock.seconds(ring, PARAMETER_BYTES * k, [Mark(1, 0.0, 2)]) for k in (1, 2))
@@ -142,7 +142,7 @@ def test_cycles_are_counted_to_their_end() -> None:
 
 @pytest.mark.parametrize("topology", ["random_matching", "ada(k0=6, gamma=0.1)"])
 def test_exchanges_between_local_steps_are_counted(clock: Clock, topology: str) -> None:
-    """Rounds that never repeat cost a quarter at every fourth step, wherever one looks."""
+    """Aperiodic rounds at every fourth step cost a quarter, at any point of the run."""
     spec = spec_of(f"D_{topology}", every=4, epochs=640)
     marks = [Mark(step, 0.0, 2) for step in (100, 3300, 6400)]
     found = clock.seconds(spec.model_dump(), PARAMETER_BYTES, marks)
@@ -155,7 +155,7 @@ def test_exchanges_between_local_steps_are_counted(clock: Clock, topology: str) 
 
 
 def test_reading_times_runs_no_algorithm_of_a_plug_in(clock: Clock) -> None:
-    """What an algorithm exchanges is not asked of code that lies somewhere."""
+    """Reading results does not load the plug-in of an algorithm."""
     spec = spec_of("D_ring").model_dump() | {"algorithm": "nowhere.py:Mine"}
     assert clock.seconds(spec, PARAMETER_BYTES, [Mark(1, 0.0, 2)]) is None
 
@@ -170,7 +170,7 @@ def test_rows_reach_everyone_in_the_logarithm_of_messages() -> None:
 
 
 def test_a_link_changes_no_run() -> None:
-    """The clock is for reading: ids are those of the experiment without it."""
+    """The clock is only used for reading: ids are those of the experiment without it."""
     plain = expand(parse(TEXT, "plain")).runs
     asked = expand(parse(f'link = "300mbit"\ncompute_s = 0.01\n{TEXT}', "timed")).runs
     assert [spec.id for spec in asked] == [spec.id for spec in plain]
@@ -180,10 +180,10 @@ def test_a_link_changes_no_run() -> None:
     ("keys", "words"),
     [
         ('link = "300 mbps"\ncompute_s = 1', "must be a number and a unit"),
-        ('link = ["1gbit", "1gbit"]\ncompute_s = 1', "links must differ"),
+        ('link = ["1gbit", "1gbit"]\ncompute_s = 1', "links must be distinct"),
         ('link = "300mbit"', "got neither; write for example compute_s = 0.05"),
         ('link = "300mbit"\ncompute_s = 1\nprofile = "x"', "got both"),
-        ("compute_s = 1", "goes together with a link"),
+        ("compute_s = 1", "compute_s needs a link"),
         ('link = "300mbit"\ncompute_s = { digits-mpl = 1 }', "did you mean 'digits-mlp'?"),
         ('profile = "none.json"', "none.json: No such file"),
     ],
@@ -195,11 +195,11 @@ def test_what_is_missing_for_a_clock_is_said_before_anything_runs(keys: str, wor
 
 
 def test_a_profile_of_one_node_needs_a_link(tmp_path: Path) -> None:
-    """Between nodes it knows no rate."""
+    """It has no rate between nodes."""
     profile = from_seconds(COMPUTE_S, LINK, PARAMETER_BYTES)
     one_node: Profile = profile.replace(network={"workers_per_node": 2, "inside": LINK})
     write_profile(one_node, tmp_path / "p.json")
-    with pytest.raises(UserError, match="taken on one node"):
+    with pytest.raises(UserError, match="measured on one node"):
         Clock(profile=tmp_path / "p.json")
     assert Clock("1gbit", tmp_path / "p.json").described.endswith("of 2 with 1gbit between")
 
@@ -227,7 +227,7 @@ def test_records_get_modelled_seconds(tmp_path: Path) -> None:
 
 
 def test_on_each_link_another_method_may_be_first(tmp_path: Path) -> None:
-    """In steps all-reduce is; it sends 1.75 copies, one-peer one, which decides on a slow link."""
+    """By steps all-reduce is; it sends 1.75 copies and one-peer 1, which decides on slow links."""
     methods = '"C_complete", "D_one_peer_exponential", "D_ring"'
     text = f'link = ["10gbit", "1mbit"]\ncompute_s = {COMPUTE_S}\ntarget = 0.9\n{TEXT}'
     text = text.replace('"C_complete", "D_ring"', methods)
@@ -256,7 +256,7 @@ def test_on_each_link_another_method_may_be_first(tmp_path: Path) -> None:
 
 
 def test_a_profile_that_is_gone_costs_the_modelled_seconds_alone(tmp_path: Path) -> None:
-    """The page says why, and shows the rest."""
+    """The page gives the reason, and shows everything else."""
     spec = spec_of("D_ring")
     store = write(tmp_path / "f", [story_of(spec, 0.9)], f'profile = "gone.json"\n{TEXT}')
     store.plan(planned_runs(Matrix([spec], [])).model_dump_json())

@@ -1,4 +1,4 @@
-"""How long an experiment will take: from records, within a budget, and without either unknown."""
+"""Estimates of an experiment's time: from records, by measurement within a budget, or unknown."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def spec(workers: int = 4, **more: Any) -> RunSpec:
 
 
 def keep(store: Store, ran: RunSpec, step_s: float) -> None:
-    """Have the records of a run whose steps took so long."""
+    """Store the records of a run whose steps took so long."""
     steps = ran.num_steps
     started = Started(run_id=ran.id, spec=ran.model_dump(), environment={})
     with store.locked(""):
@@ -33,14 +33,14 @@ def keep(store: Store, ran: RunSpec, step_s: float) -> None:
 def test_without_records_nothing_is_run_and_nothing_claimed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Steps are taken where one asked for it alone."""
+    """Steps are only measured on request."""
     monkeypatch.setattr(estimate, "run", None)
     found = estimate.estimate([spec()], 1, Store(tmp_path))
     assert found == estimate.Estimate(None, recorded=0, measured=0, guessed=0)
 
 
 def test_records_of_the_same_kind_tell_how_long_runs_take(tmp_path: Path) -> None:
-    """Of another seed and length; of another size in proportion; of another model not at all."""
+    """Another seed or length is the same kind; another size scales; another model is unknown."""
     store = Store(tmp_path)
     keep(store, spec(seed=7, epochs=2), step_s=0.5)
     runs = [spec(seed=0), spec(seed=1)]
@@ -80,7 +80,7 @@ def test_measuring_keeps_to_its_budget(
 
 
 def test_real_steps_are_measured(tmp_path: Path) -> None:
-    """Of a run as it is given, distributed or with a budget of its own."""
+    """Also for distributed runs and runs with a budget."""
     runs = [spec(workers=2, engine="distributed"), spec(max_steps=3)]
     found = estimate.estimate(runs, 1, Store(tmp_path), budget_s=100.0)
     assert found.measured == 2

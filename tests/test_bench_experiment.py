@@ -1,4 +1,4 @@
-"""Experiments: what a file means, and what is refused before anything runs."""
+"""Experiments: the runs of a file, and errors before anything runs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_matrix_is_the_product_of_all_axes() -> None:
 
 
 def test_methods_mean_what_papers_say() -> None:
-    """Names of papers set topology, order and more."""
+    """Method names of papers set topology, order and other fields."""
     by_name = {spec.method: spec for spec in expand(experiment()).runs}
     assert by_name["C_complete"].topology == "centralized"
     assert (by_name["D_ring"].topology, by_name["D_ring"].algorithm) == ("ring", "atc")
@@ -59,7 +59,7 @@ def test_methods_mean_what_papers_say() -> None:
 
 
 def test_include_adds_runs_and_exclude_takes_them_out() -> None:
-    """An include inherits what it does not say; an exclude takes out all that match."""
+    """An include inherits missing keys; an exclude removes all runs that match."""
     runs = expand(
         experiment(
             """
@@ -80,7 +80,7 @@ def test_include_adds_runs_and_exclude_takes_them_out() -> None:
 
 
 def test_what_an_include_says_is_added_to_what_the_experiment_says() -> None:
-    """Fields of runs are merged one by one; excludes match what recipes and defaults set, too."""
+    """Fields of runs are merged one by one; excludes also match values of recipes and defaults."""
     text = SMALL.replace('"ring"]', '"Ada"]') + "run = { epochs = 3 }"
     runs = expand(experiment("\n[[include]]\nworkers = 2\nrun = { lr = 0.9 }", text)).runs
     assert {spec.epochs for spec in runs} == {3}
@@ -118,17 +118,17 @@ def test_equal_modelled_time_gives_a_slower_method_fewer_steps(tmp_path: Path) -
     # 8 Mbit on the wire take 80 ms; a ring sends twice that, hidden behind 31 ms where it overlaps.
     assert steps["D_ring", 4] < steps["ring", 4] < 10 / 0.08
     assert steps["C_complete", 4] > steps["C_complete", 8]
-    with pytest.raises(UserError, match="modelled_s and profile go together"):
+    with pytest.raises(UserError, match="modelled_s and profile must be given together"):
         experiment("budget = { modelled_s = 10 }")
     held = SMALL.replace('"ring"]', '{ name = "held", method = "ring", control = "auto" }]')
-    with pytest.raises(UserError, match="must be known before it, got control 'auto'"):
+    with pytest.raises(UserError, match="known in advance, got control 'auto'"):
         expand(experiment(budget, held))
 
 
 def test_a_profile_lies_beside_the_experiment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From wherever it is run; and what is kept beside the runs still finds it."""
+    """Independent of the current folder; the stored copy of the experiment still finds it."""
     ten_modelled_seconds(tmp_path)
     text = f"{SMALL}\nbudget = {{ modelled_s = 10, profile = 'profile.json' }}"
     (tmp_path / "mine.toml").write_text(text)
@@ -142,7 +142,7 @@ def test_a_profile_lies_beside_the_experiment(
 def test_runs_that_differ_in_seed_share_a_prediction(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The runtime model is asked once for each method and scale, and all seeds get its answer."""
+    """The runtime model predicts once for each method and scale, for all seeds."""
     asked: list[TimedMethod] = []
 
     def predict(method: TimedMethod, trials: Trials) -> Prediction:
@@ -205,7 +205,7 @@ def test_learning_rates_follow_the_averaging_neighbourhood() -> None:
         (SMALL + "budget = { bytes_mb = 0 }", "budget.bytes_mb: .* greater than 0, got 0"),
         (SMALL.replace("small", "a/b"), "name: String should match"),
         (SMALL.replace("name", "#name"), "name: Field required"),
-        ("name = ", "small.toml must be TOML"),
+        ("name = ", "small.toml must be valid TOML"),
         (SMALL.replace('"ring"', '{ name = "x" }'), r"methods\.2\.method: Field required"),
         (SMALL.replace('"ring"', '"DiLoCo(ever=5)"'), "DiLoCo takes every, lr, momentum"),
         (SMALL.replace('"ring"', '"C_complete(k=4)"'), "C_complete takes no arguments"),
@@ -213,7 +213,7 @@ def test_learning_rates_follow_the_averaging_neighbourhood() -> None:
         (SMALL + 'run = { epochs = "6" }', "epochs: Input should be a valid integer, got '6'"),
         (SMALL + "run = { lr = inf }", "lr: Input should be a finite number"),
         (SMALL.replace("[4, 8]", '"4"'), "workers.0: Input should be a valid integer"),
-        (SMALL + "[[exclude]]\nworkers = 5", "must leave something out"),
+        (SMALL + "[[exclude]]\nworkers = 5", "must match at least one run"),
         (SMALL.replace('"ring"]', '{ name = "x", method = "D_ring" }]'), "are the same run"),
         (
             'skip_impossible = true\nrun = { optimizer = "sdg" }\n' + SMALL,
@@ -222,13 +222,13 @@ def test_learning_rates_follow_the_averaging_neighbourhood() -> None:
     ],
 )
 def test_mistakes_are_refused_before_anything_runs(text: str, words: str) -> None:
-    """Unknown keys and impossible combinations name what was meant, or what cannot be."""
+    """Errors suggest the nearest known key, or name the impossible combination."""
     with pytest.raises(UserError, match=words):
         expand(experiment(text=text))
 
 
 def test_impossible_combinations_can_be_skipped_with_their_reason() -> None:
-    """Where an experiment says so, a torus of 7 is listed and the rest goes on."""
+    """With skip_impossible a torus of 7 is listed and the others are run."""
     text = SMALL.replace("[4, 8]", "[7, 8]").replace('"D_ring"', '"D_torus"')
     matrix = expand(experiment("skip_impossible = true", text))
     assert len(matrix.runs) == 15
@@ -237,7 +237,7 @@ def test_impossible_combinations_can_be_skipped_with_their_reason() -> None:
 
 
 def test_a_file_that_is_not_there() -> None:
-    """One line says what was looked for."""
+    """One line names the file."""
     with pytest.raises(UserError, match=r"got no/such\.toml: No such file"):
         load(Path("no/such.toml"))
 
@@ -252,7 +252,7 @@ def test_the_demo_is_a_race_and_seven_methods_at_two_scales_and_real_processes()
 
 @pytest.mark.parametrize("path", sorted(Path("experiments").glob("*.toml")), ids=str)
 def test_the_experiments_that_come_with_the_project_expand(path: Path) -> None:
-    """Each is a file that the runner takes."""
+    """Each is a valid experiment."""
     assert expand(load(path)).runs
 
 
@@ -260,7 +260,7 @@ def test_the_experiments_that_come_with_the_project_expand(path: Path) -> None:
     "fields", [{"order": "atc"}, {"order": "atc", "gossip_steps": 3}, {"evaluate_replicas": 0}]
 )
 def test_runs_that_cost_differently_are_measured_apart(fields: dict[str, Any]) -> None:
-    """An estimate does not take mixing three times for mixing once."""
+    """An estimate distinguishes runs with three gossip steps from runs with one."""
     plain = {"workload": "digits-mlp", "workers": 4, "topology": "ring"}
     kinds = [estimate._kind(RunSpec.model_validate({**plain, **more})) for more in ({}, fields)]
     assert kinds[0] != kinds[1]
@@ -269,7 +269,7 @@ def test_runs_that_cost_differently_are_measured_apart(fields: dict[str, Any]) -
 def test_the_text_that_is_kept_says_where_paths_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even where none is seen in it; a folder that it gives starts where the file lies."""
+    """Even without paths in it; its key folder is relative to the file."""
     text = 'name = "x"\nworkload = "quadratic"\nworkers = 4\nmethods = ["D_ring"]\n'
     place, kept = tmp_path / "place", tmp_path / "kept"
     place.mkdir()

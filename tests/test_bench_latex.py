@@ -6,7 +6,7 @@ from gossamer.bench.report.latex import escape, to_latex
 
 
 def test_what_latex_reads_as_a_command_is_escaped() -> None:
-    """Every character that has a meaning in LaTeX comes out as itself, and no line breaks a row."""
+    """Special characters are escaped, and no newline breaks a row."""
     text = escape("50 % of D_ring\n& {a} #1 $x$ ~ ^ < > \\ −1")
     expected = (
         r"50 \% of D\_ring \& \{a\} \#1 \$x\$ \textasciitilde{} \textasciicircum{} "
@@ -16,7 +16,7 @@ def test_what_latex_reads_as_a_command_is_escaped() -> None:
 
 
 def test_a_table_is_a_tabular_of_booktabs() -> None:
-    """Each row has as many cells as columns are declared; bounds stand behind their value."""
+    """Each row has as many cells as columns are declared; bounds follow their value."""
     table = pl.DataFrame(
         {
             "workload": ["digits-mlp"] * 2,

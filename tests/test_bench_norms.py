@@ -1,4 +1,4 @@
-"""Raw norms: of which steps, how many, and a file that is there entirely or not at all."""
+"""Raw norms: which steps, how many, and atomic files."""
 
 from __future__ import annotations
 
@@ -82,14 +82,14 @@ def recorded(folder: Path, spec: RunSpec, norms_mb: float = 50) -> Store:
 def test_norms_are_of_the_last_step_that_is_mixed(
     topology: str, overlaps: bool, exchange_every: int, every: int, expected: list[int]
 ) -> None:
-    """Of each interval the last one: under local SGD the step just before an average, or none."""
+    """The last one of each interval: under local SGD the step just before an average, or none."""
     schedule = spaced(parse_topology(topology, 4), exchange_every)
     steps = NormSteps(schedule, overlaps, every)
     assert [step + 1 for step in range(20) if step in steps] == expected
 
 
 def test_one_worker_has_norms_at_every_interval() -> None:
-    """It has no one to mix with; its norms are those of the last step."""
+    """It has no peer; its norms are those of the last step."""
     steps = NormSteps(parse_topology("ring", 1), False, 5)
     assert [step + 1 for step in range(10) if step in steps] == [5, 10]
 
@@ -108,7 +108,7 @@ def make_local_sgd() -> Simulation:
 
 
 def test_norms_of_local_sgd_are_before_the_average() -> None:
-    """Workers differ in what is measured, and not in what they hold after that step."""
+    """The measured norms differ between workers, their parameters after that step do not."""
     sim = make_local_sgd()
     inputs, targets = torch.randn(5, 4, 6, 3), torch.randn(5, 4, 6, 2)
     for step in range(4):
@@ -129,7 +129,7 @@ def test_norms_of_local_sgd_are_before_the_average() -> None:
 
 
 def test_the_interval_follows_from_the_bound() -> None:
-    """It is log_every where all fit; a run with more keeps one in so many, within the bound."""
+    """It is log_every if all norms fit; a longer run stores a subset within the budget."""
     small, wide = spec_of(), spec_of(workers=1000, epochs=5000, steps_per_epoch=1000)
     assert interval(small, 4, 50) == 5
     for tensors in (4, 161):
@@ -145,7 +145,7 @@ def test_the_interval_follows_from_the_bound() -> None:
 
 
 def test_a_file_is_not_larger_than_its_bound(tmp_path: Path) -> None:
-    """As many norms as fit, and their file does: with little, and with norms that are noise."""
+    """The file is within the budget, for small budgets and for incompressible norms."""
     for bound_mb in (0.05, 1):
         spec = spec_of(workers=64, steps_per_epoch=100_000, log_every=1)
         every = interval(spec, 2, bound_mb)
@@ -157,7 +157,7 @@ def test_a_file_is_not_larger_than_its_bound(tmp_path: Path) -> None:
 
 
 def test_no_part_of_an_id() -> None:
-    """How much is kept decides nothing that is trained."""
+    """The budget for norms does not affect training."""
     text = 'name = "x"\nworkload = "digits-mlp"\nworkers = 4\nmethods = "D_ring"\n'
     (usual,), (none,) = (
         expand(parse(text + more, "x.toml")).runs for more in ("", "norms_mb = 0\n")
@@ -203,7 +203,7 @@ def test_every_dispersion_can_be_computed_again(tmp_path: Path, fields: dict[str
 
 
 def test_centralized_training_has_none(tmp_path: Path) -> None:
-    """Its workers hold one model; nor has a run that was to keep none."""
+    """Its workers share one model; a run with a budget of 0 has none either."""
     for spec, norms_mb in ((spec_of(topology="centralized"), 50), (spec_of(), 0)):
         store = recorded(tmp_path / str(norms_mb), spec, norms_mb)
         assert store.norms(spec.id) is None
@@ -214,7 +214,7 @@ def test_centralized_training_has_none(tmp_path: Path) -> None:
 
 
 def test_the_report_reads_them(tmp_path: Path) -> None:
-    """A figure, and a table with the spread over workers; a file that is damaged is left out."""
+    """A figure, and a table with quantiles over workers; a damaged file is left out."""
     spec = spec_of()
     store = recorded(tmp_path, spec)
     results = write_report(tmp_path, tables_dir=tmp_path / "tables")
@@ -236,7 +236,7 @@ def test_the_report_reads_them(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_cut_back_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
-    """To a step, without what came after it, and without half of a block; also to none."""
+    """Truncated to a step, without later steps or an incomplete block; also to none."""
     part = NormsPart(tmp_path / "n" / "a.1.part")
     for step in (5, 10, 15, 20):
         part.write(norms_of(step))
@@ -264,7 +264,7 @@ def test_a_file_that_is_cut_back_goes_on_as_if_it_had_not_been(tmp_path: Path) -
 
 
 def test_a_kill_leaves_nothing_that_is_taken_for_norms(tmp_path: Path) -> None:
-    """While the file is made: neither the run nor its norms are there, and what is left goes."""
+    """A kill while the file is written: neither run nor norms exist, and the rest is removed."""
     command = [sys.executable, "-m", "tests.killed_while_writing_norms", str(tmp_path)]
     ended = subprocess.run(command, check=False, stdout=subprocess.DEVNULL)
     assert ended.returncode == -signal.SIGKILL
@@ -278,7 +278,7 @@ def test_a_kill_leaves_nothing_that_is_taken_for_norms(tmp_path: Path) -> None:
 
 
 def test_norms_of_a_run_without_an_end_do_not_count(tmp_path: Path) -> None:
-    """Between the two names of a run a kill leaves norms alone; the next attempt removes them."""
+    """A kill between the two renames leaves only norms; the next attempt removes them."""
     spec = spec_of()
     store = recorded(tmp_path, spec)
     (tmp_path / "runs" / f"{spec.id}.jsonl").unlink()
@@ -288,7 +288,7 @@ def test_norms_of_a_run_without_an_end_do_not_count(tmp_path: Path) -> None:
 
 
 def test_norms_follow_a_run_that_is_set_aside(tmp_path: Path) -> None:
-    """They are kept with its records, under the same number; a process that died has none."""
+    """They are kept with its records under the same number; a run whose process died has none."""
     spec = spec_of()
     store = recorded(tmp_path, spec)
     store.set_aside(spec.id)
@@ -298,7 +298,7 @@ def test_norms_follow_a_run_that_is_set_aside(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a small file system needs root")
 def test_a_disk_without_room_for_norms_is_no_end_of_a_run(tmp_path: Path) -> None:
-    """Whether they do not fit aside or as parquet: one line says so, and the run is no run."""
+    """Whether the temporary or the parquet file does not fit: one error, and no recorded run."""
     mount = tmp_path / "small"
     mount.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=700k", "none", str(mount)], check=True)
@@ -317,7 +317,7 @@ def test_a_disk_without_room_for_norms_is_no_end_of_a_run(tmp_path: Path) -> Non
 def test_without_polars_runs_keep_no_norms(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They are run all the same, and a line says what to install."""
+    """Runs work without them, and a warning says what to install."""
 
     def found(name: str) -> None:
         return None if name == "polars" else pytest.fail(name)

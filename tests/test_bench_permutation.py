@@ -19,7 +19,7 @@ REPEATS = 1000
 
 
 def one_scale(x: npt.ArrayLike, y: npt.ArrayLike) -> Association:
-    """Return how y goes with x over the graphs of one scale."""
+    """Return the association of y with x over the graphs of one scale."""
     (found,) = associations(range(np.size(x)), [0] * np.size(x), y, np.reshape(x, (-1, 1)))
     return found
 
@@ -33,7 +33,7 @@ def cells(num_graphs: int, num_scales: int) -> tuple[list[int], list[int]]:
 def family_noise(
     generator: np.random.Generator, num_graphs: int, num_scales: int, own: float = 0.5
 ) -> FloatArray:
-    """Return results in which a graph is lucky at all scales, and a little at each."""
+    """Return results with a random effect of each graph at all scales, and noise at each."""
     family = generator.normal(size=num_graphs)
     return (family + own * generator.normal(size=(num_scales, num_graphs))).ravel()
 
@@ -51,7 +51,7 @@ def rejected(found: Association) -> bool:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_correlation_is_scipys_and_its_p_is_counted(tied: bool) -> None:
-    """At one scale: of 6! orders the share that are as far, where values are equal too."""
+    """At one scale p is the share of 6! orders that are as extreme, also with ties."""
     generator = np.random.default_rng(1)
     x, y = generator.normal(size=6), generator.normal(size=6)
     if tied:
@@ -76,7 +76,7 @@ def test_one_permutation_is_for_all_scales() -> None:
 
 
 def test_scales_are_not_compared_with_each_other() -> None:
-    """Within each scale more is better; that the larger scale is worse must not hide it."""
+    """Within each scale more is better; the difference between scales must not hide it."""
     x = np.array([1, 2, 3, 4, 5] * 2, float)
     y = x + np.repeat([100, 0], 5)
     (found,) = associations(*cells(5, 2), y, x[:, None])
@@ -114,7 +114,7 @@ def test_what_cannot_be_told_says_why() -> None:
 
 
 def test_random_permutations_give_the_exact_p(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there are too many to take all, 9,999 random ones come to the same p, never to 0."""
+    """If there are too many permutations, 9,999 random ones give nearly the same p, never 0."""
     generator = np.random.default_rng(3)
     x = generator.normal(size=7)
     y = generator.normal(size=7) + x
@@ -161,7 +161,7 @@ def test_graphs_without_an_effect_are_rarely_found_to_have_one() -> None:
 def p_of_each_scale_by_itself(
     x: FloatArray, y: FloatArray, generator: np.random.Generator
 ) -> float:
-    """Return the p of a test that permutes graphs at each scale anew, which is not valid here."""
+    """Return the p of a test that permutes each scale independently, which is not valid here."""
     rx, ry = (stats.rankdata(v.reshape(3, -1), axis=1) - 3.5 for v in (x, y))
     orders = generator.permuted(np.tile(ry, (199, 1, 1)), axis=2)
     as_far = np.abs((orders * rx).sum((1, 2))) >= abs((rx * ry).sum()) - 1e-9

@@ -84,7 +84,7 @@ def test_a_plan_is_of_the_text_beside_it(tmp_path: Path) -> None:
     with store.locked(TEXT, "{}"):
         assert store.planned() == "{}"
     result = CliRunner().invoke(app, ["bench", "status", str(store.folder)])
-    assert "must have a planned.json that gossamer bench run has written" in str(result.exception)
+    assert "must be as gossamer bench run wrote it" in str(result.exception)
     with store.locked(TEXT):
         assert store.planned() is None
 

@@ -80,7 +80,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 
 class Cells(HTMLParser):
-    """The numbers in a page's tables: table, row's marks, column, value and text."""
+    """The numbers in a page's tables: table, attributes of the row, column, value and text."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Cells(HTMLParser):
             self.findings.append(given)
 
     def handle_data(self, data: str) -> None:
-        """Take the first text of a cell."""
+        """Store the first text of a cell."""
         if self._cell:
             value = float(self._cell["value"])
             self.found.append((self._table, self._row, self._cell["column"], value, data))
@@ -110,7 +110,7 @@ class Cells(HTMLParser):
 
 
 def cell_of(analysis: Analysis, table: str, row: dict[str, Any], column: str) -> float:
-    """Return what a cell of the page should hold, from the table that it names."""
+    """Return the expected value of a cell, from the table that it names."""
     frame: pl.DataFrame = getattr(analysis, {"effects": "observations"}.get(table, table))
     if table == "effects":
         for name in ("observation", "method", "phase", "measure"):
@@ -166,7 +166,7 @@ def test_every_number_on_the_page_is_that_of_its_table(folder: Path) -> None:
 
 
 def test_the_findings_are_rows_of_the_table(folder: Path) -> None:
-    """The three cards show the pooled correlations."""
+    """The three cards show the correlations over all scales."""
     analysis = Reader(folder).read().analysis
     pooled = analysis.observations.filter(pl.col("workers").is_null(), pl.col("method").is_null())
     found = Cells((folder / "report.html").read_text()).findings
@@ -234,7 +234,7 @@ def test_a_distance_of_zero_has_a_mark_below_all_others() -> None:
 
 
 def test_the_loss_is_drawn_over_steps() -> None:
-    """Of the mean worker and of the worst, as recorded."""
+    """The mean and the worst worker's loss, as recorded."""
     (loss,) = [f for f in figures(analyse([story_of(spec_of("D_ring"), 0.9)])) if f.name == "loss"]
     mean, worst = loss.traces
     assert mean["y"] == pytest.approx([1 / step for step in mean["x"]], rel=1e-5)
@@ -243,7 +243,7 @@ def test_the_loss_is_drawn_over_steps() -> None:
 
 
 def test_the_verdict_names_the_winner_and_its_cost() -> None:
-    """On both scales centralized training is best here, and the page's words say so."""
+    """At both scales centralized training is best here, and the page says so."""
     analysis = analyse(synthetic())
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(summary_table(analysis))
@@ -258,7 +258,7 @@ def test_the_verdict_names_the_winner_and_its_cost() -> None:
 
 
 def test_partial_results_give_a_partial_report(tmp_path: Path) -> None:
-    """It says how many runs are missing, which failed and why, and which cannot be."""
+    """It shows how many runs are missing, which failed and why, and which are impossible."""
     stories = synthetic()
     failed = story_of(spec_of("D_ring", 36, 2), 0.5, status="diverged")
     going = story_of(spec_of("D_ring", 36, 1), 0.5, status=None)
@@ -277,14 +277,14 @@ def test_partial_results_give_a_partial_report(tmp_path: Path) -> None:
 
 
 def test_nothing_done_yet_is_a_report_too(tmp_path: Path) -> None:
-    """While the first run goes on the page says that there is no verdict."""
+    """During the first run the page says that there is no verdict."""
     write(tmp_path / "x", [story_of(spec_of("D_ring", 16), 0.5, status=None)], TEXT)
     write_report(tmp_path / "x")
-    assert "there is no verdict" in (tmp_path / "x" / "report.html").read_text()
+    assert "No verdict: no run is done yet" in (tmp_path / "x" / "report.html").read_text()
 
 
 def test_runs_of_another_experiment_are_left_out(tmp_path: Path) -> None:
-    """What the file no longer asks for would be compared with what it does."""
+    """Runs that the experiment no longer has must not be compared with those that it has."""
     other = story_of(spec_of("D_ring", 16, 9), 0.99)
     write(tmp_path / "x", [*synthetic(), other], TEXT)
     results = Reader(tmp_path / "x").read()
@@ -292,7 +292,7 @@ def test_runs_of_another_experiment_are_left_out(tmp_path: Path) -> None:
 
 
 def test_runs_of_another_version_can_still_be_looked_at(tmp_path: Path) -> None:
-    """Where no run has an id that the file gives today, all are shown, and that is said."""
+    """If no run has an id of the current experiment, all are shown, with a note."""
     write(tmp_path / "x", synthetic((64,)), TEXT)
     results = Reader(tmp_path / "x").read()
     assert (results.foreign, results.counts) == (0, {"done": 18})
@@ -300,7 +300,7 @@ def test_runs_of_another_version_can_still_be_looked_at(tmp_path: Path) -> None:
 
 
 def test_without_its_file_an_experiment_is_what_was_run(tmp_path: Path) -> None:
-    """The report is of the runs that are there, and says that there may be others."""
+    """The report shows the existing runs, and notes that there may be others."""
     write(tmp_path / "x", synthetic((16,)))
     results = Reader(tmp_path / "x").read()
     assert results.counts == {"done": 18}
@@ -309,7 +309,7 @@ def test_without_its_file_an_experiment_is_what_was_run(tmp_path: Path) -> None:
 
 def test_a_folder_without_runs_is_a_user_error(tmp_path: Path) -> None:
     """One line that says what was expected."""
-    with pytest.raises(UserError, match="which has a folder runs"):
+    with pytest.raises(UserError, match="which has a folder 'runs'"):
         write_report(tmp_path)
 
 
@@ -317,7 +317,7 @@ def test_a_folder_without_runs_is_a_user_error(tmp_path: Path) -> None:
 
 
 def test_tables_are_written_as_csv_parquet_and_latex(folder: Path, tmp_path: Path) -> None:
-    """All of them, equal to the analysis; as LaTeX those that papers print; nothing beside them."""
+    """All of them, equal to the analysis; tables of results also as LaTeX; no other files."""
     analysis = Reader(folder).read().analysis
     write_tables(analysis, tmp_path / "t")
     costs = ("targets", "profiles", "scores")
@@ -333,7 +333,7 @@ def test_tables_are_written_as_csv_parquet_and_latex(folder: Path, tmp_path: Pat
 
 @needs_browser
 def test_figures_are_written_as_images(tmp_path: Path) -> None:
-    """One of each kind for each figure; what was begun is not left behind."""
+    """One of each kind for each figure; no temporary files are left."""
     analysis = analyse(story_of(spec_of("C_complete", 4, seed), 0.5) for seed in range(2))
     write_figures(analysis, tmp_path / "f")
     names = {f"{name}.{kind}" for name, _ in images(analysis) for kind in ("png", "svg", "pdf")}
@@ -386,7 +386,7 @@ def test_every_method_looks_different() -> None:
 
 
 def test_a_method_has_one_colour_in_all_figures() -> None:
-    """Every trace of a method, in every figure, has the method's."""
+    """Every trace of a method, in every figure, has the method's colour."""
     analysis = analyse(synthetic())
     look = method_styles(analysis.runs)
     for figure in figures(analysis):
@@ -442,7 +442,7 @@ def test_a_thousand_runs_make_a_page_that_opens(tmp_path: Path) -> None:
 
 @needs_browser
 def test_the_page_opens_offline_and_draws(folder: Path, page: Page) -> None:
-    """No word on the console, no request but for the file itself, and every figure drawn."""
+    """Nothing on the console, no request except for the file itself, and every figure drawn."""
     page.events.clear()
     url = (folder / "report.html").as_uri()
     page.open(url)
@@ -536,7 +536,7 @@ def fetch(url: str, **headers: str) -> tuple[int, bytes]:
 
 
 def test_the_server_refuses_without_the_token(live: tuple[Watch, Path]) -> None:
-    """Nor to another name for this machine, nor other verbs; and there is nothing else to read."""
+    """It also rejects other host names and HTTP methods, and serves no other path."""
     url = live[0].url
     assert url.startswith("http://127.0.0.1:")
     assert fetch(url)[0] == 200

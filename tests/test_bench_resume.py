@@ -1,4 +1,4 @@
-"""Runs of an experiment that are killed, and go on inside themselves."""
+"""Runs of an experiment that are killed and resume from their checkpoints."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ run = { epochs = 8, steps_per_epoch = 40, log_every = 10, dtype = "float64" }
 
 
 class Quiet(Listener):
-    """Hears where a run is, and may kill its process."""
+    """Listens to the progress of a run, and may kill its process."""
 
     def __init__(self, store: Store, kill_after: int) -> None:
         self._store = store
@@ -61,7 +61,7 @@ def checkpoint(store: Store, spec: RunSpec) -> int:
 
 
 def killed_runner(experiment: Experiment, file: Path, store: Store, spec: RunSpec) -> float:
-    """Kill a runner when there is a checkpoint; return how long what it had started goes on."""
+    """Kill a runner after a checkpoint; return how long its children survive."""
     options = ["--out", str(store.folder), "--jobs", "1", "--checkpoint-every", str(EVERY_S)]
     command = [sys.executable, "-m", "gossamer", "bench", "run", str(file), *options]
     runner = subprocess.Popen(command, stderr=subprocess.DEVNULL)
@@ -81,7 +81,7 @@ def killed_runner(experiment: Experiment, file: Path, store: Store, spec: RunSpe
 
 
 def assert_alike(story: Sequence[Record], whole: Sequence[Record]) -> None:
-    """Times aside; a simulation's sums are exact to rounding."""
+    """Except for times; sums of a simulation agree up to rounding."""
     assert [record.kind for record in story] == [record.kind for record in whole]
     for ours, theirs in zip(story, whole, strict=True):
         if isinstance(ours, Step) and isinstance(theirs, Step):
@@ -126,7 +126,7 @@ def test_a_run_survives_the_kill_of_its_runner_and_its_own(tmp_path: Path) -> No
 
 
 def assert_same_norms(store: Store, spec: RunSpec, whole: Sequence[Norms]) -> None:
-    """Those from before a kill are there, each step's once."""
+    """Norms from before a kill are present, each step once."""
     table = store.norms(spec.id)
     assert table is not None
     assert table["step"].unique(maintain_order=True).to_list() == [norms.step for norms in whole]
@@ -136,7 +136,7 @@ def assert_same_norms(store: Store, spec: RunSpec, whole: Sequence[Norms]) -> No
 
 
 def test_what_no_run_goes_on_from_is_removed(tmp_path: Path) -> None:
-    """A runner that starts leaves checkpoints of runs that are to come, or may be tried again."""
+    """A new runner only keeps checkpoints of runs that are pending or may be retried."""
     store, experiment = Store(tmp_path), parse(LONG.replace("epochs = 8", "epochs = 1"), "x.toml")
     (spec,) = expand(experiment).runs
     for run_id in ("of-another-experiment", spec.id):

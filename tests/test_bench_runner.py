@@ -41,7 +41,7 @@ def short(more: str = "", text: str = SHORT) -> Experiment:
 
 
 class Heard(Listener):
-    """What a runner told."""
+    """Collects the calls of a runner."""
 
     def __init__(self) -> None:
         self.before = -1
@@ -96,7 +96,7 @@ def free_port() -> int:
 
 
 def test_what_is_done_is_not_done_again(tmp_path: Path) -> None:
-    """A second start runs only what a longer experiment adds; progress is told step by step."""
+    """A second start only runs what a longer experiment adds; progress is reported step by step."""
     first = run_it(short(), tmp_path)
     assert first.before == 0
     assert sorted(set(first.steps)) == [3, 6]
@@ -109,7 +109,7 @@ def test_what_is_done_is_not_done_again(tmp_path: Path) -> None:
 
 
 def test_failures_are_kept_and_tried_again_on_request(tmp_path: Path) -> None:
-    """Divergence is a result; an error is tried again when asked for, and its records stay."""
+    """Divergence is a result; an error is retried on request, and its records are kept."""
     text = SHORT.replace("seeds = [0, 1]", "seeds = 0")
     failing = """
         [[include]]
@@ -134,7 +134,7 @@ def test_failures_are_kept_and_tried_again_on_request(tmp_path: Path) -> None:
 
 
 def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
-    """It counts as timeout, with the records it had."""
+    """It counts as timeout, with its records so far."""
     text = SHORT.replace("seeds = [0, 1]", "seeds = 0\ntimeout_s = 6").replace(
         "epochs = 1", "epochs = 100000"
     )
@@ -148,7 +148,7 @@ def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
 
 
 def test_a_killed_runner_goes_on_where_it_was(tmp_path: Path) -> None:
-    """After kill -9 the next start does the rest; no finished run is repeated, none is lost."""
+    """After kill -9 the next start does the rest; no finished run is repeated or lost."""
     file = tmp_path / "short.toml"
     file.write_text(SHORT.replace("[0, 1]", "[0, 1, 2, 3]").replace("= 6,", "= 60,"))
     experiment, folder = parse(file.read_text(), "short.toml"), tmp_path / "out"
@@ -170,7 +170,7 @@ def test_a_killed_runner_goes_on_where_it_was(tmp_path: Path) -> None:
 
 
 def test_a_run_that_ended_in_the_last_moment_is_not_overwritten(tmp_path: Path) -> None:
-    """Whatever a runner makes of a process that died, the file of a whole run stays."""
+    """If a process died after its run ended, the complete file is not changed."""
     run_it(short(), tmp_path)
     store, spec = Store(tmp_path), expand(short()).runs[0]
     whole = store.read(spec.id)
@@ -196,7 +196,7 @@ def test_processes_end_with_the_runner(tmp_path: Path) -> None:
 
 
 def test_a_process_that_is_killed_is_an_error_of_its_run(tmp_path: Path) -> None:
-    """The runner says which signal ended it, keeps its records, and goes on with the others."""
+    """The runner reports the signal, keeps the records, and continues with the others."""
 
     class Killer(Heard):
         def advanced(self, spec: RunSpec, step: int) -> None:
@@ -215,11 +215,11 @@ def test_a_process_that_is_killed_is_an_error_of_its_run(tmp_path: Path) -> None
     heard = Killer()
     run_experiment(experiment, Store(tmp_path), heard, jobs=1)
     assert statuses(experiment, tmp_path) == ["done", "error"]
-    assert "ended by SIGKILL" in heard.ends["C_complete"].reason
+    assert "killed by SIGKILL" in heard.ends["C_complete"].reason
 
 
 def test_a_full_disk_ends_the_experiment_with_a_message(tmp_path: Path) -> None:
-    """The runner stops, says that the disk is full, and goes on when there is room."""
+    """The runner stops with an error, and resumes when there is space again."""
     if os.geteuid() != 0:
         pytest.skip("a small file system needs root")
     mount = tmp_path / "small"
@@ -228,7 +228,7 @@ def test_a_full_disk_ends_the_experiment_with_a_message(tmp_path: Path) -> None:
     subprocess.run(["mount", *options], check=True)
     try:
         many = short(text=SHORT.replace("log_every = 3", "log_every = 1"))
-        with pytest.raises(StoreError, match="No space left on device; make room"):
+        with pytest.raises(StoreError, match="No space left on device; free disk space"):
             run_it(many, mount)
         subprocess.run(["mount", "-o", "remount,size=4m", str(mount)], check=True)
         run_it(many, mount)
@@ -262,7 +262,7 @@ def test_both_engines_give_one_experiment_the_same_records(tmp_path: Path) -> No
 
 
 def run_on_two_nodes(files: Sequence[Path], folder: Path) -> tuple[list[int], list[str]]:
-    """Start an agent of torchrun with each file; return their codes, and what they said."""
+    """Start an agent of torchrun with each file; return their exit codes and outputs."""
     port = free_port()
     agents = [
         subprocess.Popen(
@@ -321,7 +321,7 @@ run = { epochs = 1, steps_per_epoch = 2 }
 def test_a_plug_in_that_is_edited_meanwhile_is_an_error_of_the_planned_run(
     tmp_path: Path, engine: str, edited: str, words: str
 ) -> None:
-    """In one line, under the id that was planned; nothing is done under another one."""
+    """In one line, under the planned id; nothing is recorded under another one."""
     source, folder = tmp_path / "graph.py", tmp_path / "out"
     source.write_text(GRAPH)
     experiment = parse(f'engine = "{engine}"\n{OF_A_FILE}', "own.toml", tmp_path)

@@ -1,4 +1,4 @@
-"""The folder of an experiment: nothing half-written, nothing lost."""
+"""The folder of an experiment: atomic files, and no lost records."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def store(tmp_path: Path) -> Iterator[Store]:
 
 
 def test_a_run_counts_when_it_is_whole(store: Store) -> None:
-    """While it is written a run can be read; it has ended when its last record is on the disk."""
+    """A run can be read while it is written; it has ended when its last record is on the disk."""
     with store.writing("a") as write:
         for record in STORY:
             write(record)
@@ -52,7 +52,7 @@ def test_a_run_counts_when_it_is_whole(store: Store) -> None:
 
 
 def test_a_run_that_is_cut_off_is_no_run(store: Store) -> None:
-    """After an exception there is no file with its name, and the next runner removes the rest."""
+    """After an exception there is no final file, and the next runner removes the partial one."""
     with pytest.raises(KeyboardInterrupt):
         write_story(store, "a", [STARTED], cut=True)
     assert store.ended("a") is None
@@ -60,7 +60,7 @@ def test_a_run_that_is_cut_off_is_no_run(store: Store) -> None:
 
 
 def test_a_file_cut_in_the_middle_says_so_and_keeps_what_it_has(store: Store) -> None:
-    """Whole lines are read; a cut or foreign line is named; the run has not ended."""
+    """Complete lines are read; a truncated or foreign line is named; the run has not ended."""
     write_story(store, "a", STORY)
     path = store.folder / "runs" / "a.jsonl"
     whole = path.read_bytes()
@@ -68,7 +68,7 @@ def test_a_file_cut_in_the_middle_says_so_and_keeps_what_it_has(store: Store) ->
     assert store.ended("a") is None
     story = store.read("a")
     assert story.records == STORY[:2]
-    assert story.damage.endswith("a.jsonl is cut after line 2")
+    assert story.damage.endswith("a.jsonl is truncated after line 2")
     path.write_bytes(whole.replace(b'"evaluation"', b'"elevation"'))
     assert "line 2 cannot be read" in store.read("a").damage
     store.set_aside("a")
@@ -77,7 +77,7 @@ def test_a_file_cut_in_the_middle_says_so_and_keeps_what_it_has(store: Store) ->
 
 
 def test_a_runner_ends_the_file_of_a_process_that_died(store: Store) -> None:
-    """What the process wrote is kept, a torn line is dropped, and the end says why."""
+    """Complete lines are kept, an incomplete one is dropped, and the last record has the reason."""
     part = store.folder / "runs" / "a.77.part"
     part.write_text(STARTED.model_dump_json() + "\n" + '{"kind": "eval')
     died = Ended(status="error", reason="killed")
@@ -88,13 +88,13 @@ def test_a_runner_ends_the_file_of_a_process_that_died(store: Store) -> None:
 
 
 def test_one_runner_at_a_time(store: Store) -> None:
-    """A second one is told to wait; when the first is gone, leftovers go and runs stay."""
-    with pytest.raises(StoreError, match="one runner at a time"), Store(store.folder).locked(""):
+    """A second one is refused while the first holds the lock."""
+    with pytest.raises(StoreError, match="only one runner can use"), Store(store.folder).locked(""):
         pass
 
 
 def test_leftovers_go_when_a_runner_starts(tmp_path: Path) -> None:
-    """Parts of a killed runner are removed; the text of the experiment is kept."""
+    """Partial files of a killed runner are removed; the experiment's file is kept."""
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "a.5.part").write_text("{")
     store = Store(tmp_path)
@@ -107,13 +107,13 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     """One line names the folder and the reason."""
     (tmp_path / "file").touch()
     store = Store(tmp_path / "file" / "out")
-    with pytest.raises(StoreError, match="got: Not a directory; make room"), store.locked(""):
+    with pytest.raises(StoreError, match=": Not a directory; free disk space"), store.locked(""):
         pass
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a small file system needs root")
 def test_a_full_disk_loses_nothing_that_was_whole(tmp_path: Path) -> None:
-    """The run that did not fit is no run, those before it stay, and with room it goes on."""
+    """The run that did not fit is not recorded, others are kept, and with space it resumes."""
     mount = tmp_path / "small"
     mount.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(mount)], check=True)
@@ -150,7 +150,7 @@ def fail_later() -> Iterator[Record]:
 def test_what_a_run_raises_is_its_end(
     store: Store, run: Callable[[], Iterator[Record]], reason: str, metric: float | None
 ) -> None:
-    """Before its first record or after some; the outcome has the exception itself."""
+    """Before its first record or later; the outcome has the exception itself."""
     outcome = record_run(store, "a", run, print)
     assert outcome.ended == store.ended("a")
     assert outcome.ended.status == "error"
@@ -162,7 +162,7 @@ def test_what_a_run_raises_is_its_end(
 def test_a_disk_that_refuses_is_no_end_of_a_run(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The run has no end then, and whoever called is told."""
+    """The run then has no last record, and the caller gets the exception."""
 
     def refuse(record: Record) -> str:
         raise OSError(28, "No space left on device")

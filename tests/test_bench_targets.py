@@ -47,7 +47,7 @@ def found_for(analysis: Analysis, method: str) -> dict[str, float]:
 
 
 def test_costs_to_the_target_are_medians_over_seeds() -> None:
-    """Steps 20, 40 and 60 of which the middle counts, with its bytes and modelled seconds."""
+    """Steps 20, 40 and 60: the median counts, with its bytes and modelled seconds."""
     clock = Clock("1gbit", compute_s={"digits-mlp": 0.5})
     analysis = analyse(reaching("C_complete", [60, 20, 40]), clock, TARGET)
     row = found_for(analysis, "C_complete")
@@ -59,7 +59,7 @@ def test_costs_to_the_target_are_medians_over_seeds() -> None:
 
 
 def test_a_run_that_never_gets_there_counts_as_more_than_all() -> None:
-    """One of three moves the median, two leave a bound: what such a run spent."""
+    """One of three changes the median, two leave only a lower bound: what such a run spent."""
     few, many = reaching("D_ring", [20, None, 40]), reaching("D_torus", [20, None, None])
     analysis = analyse([*few, *many], targets=TARGET)
     ring, torus = (found_for(analysis, name) for name in ("D_ring", "D_torus"))
@@ -69,7 +69,7 @@ def test_a_run_that_never_gets_there_counts_as_more_than_all() -> None:
 
 
 def test_an_even_number_of_seeds_needs_both_in_the_middle() -> None:
-    """Two of four reached: what the median seed spends is not known."""
+    """Two of four reached it: the median is unknown."""
     analysis = analyse(reaching("D_ring", [20, 30, None, None]), targets=TARGET)
     assert found_for(analysis, "D_ring")["step"] is None
     analysis = analyse(reaching("D_ring", [20, 30, 40, None]), targets=TARGET)
@@ -77,7 +77,7 @@ def test_an_even_number_of_seeds_needs_both_in_the_middle() -> None:
 
 
 def test_a_run_that_diverged_never_reaches_the_target() -> None:
-    """It is counted, has no bound, and one that goes on says nothing yet."""
+    """It counts and has no bound; a run in progress does not count."""
     diverged = reaching("D_ring", [10, 10], status="diverged")
     analysis = analyse(diverged, targets=TARGET)
     row = found_for(analysis, "D_ring")
@@ -97,7 +97,7 @@ def test_the_experiment_s_target_goes_before_the_workload_s() -> None:
     falling = story_of(loss, lambda step: 1 / step)
     analysis = analyse([falling], targets={"quadratic": 0.04})
     assert found_for(analysis, "D_ring")["step"] == 30
-    with pytest.raises(UserError, match="target must be of workloads of the experiment"):
+    with pytest.raises(UserError, match="target must name workloads of the experiment"):
         expand(parse(f"target = {{ digits = 0.8 }}\n{TEXT}", "wrong"))
 
 
@@ -140,7 +140,7 @@ def test_profiles_are_those_of_dolan_and_more() -> None:
 
 
 def test_profiles_compare_what_all_methods_were_run_at() -> None:
-    """A setting that one method lacks, and one that nobody solves, are no part of them."""
+    """A setting that one method lacks, or that no method solves, does not count."""
     alone = reaching("C_complete", [10], workers=64)
     hopeless = [s for m in ("C_complete", "D_ring") for s in reaching(m, [None], workers=25)]
     analysis = analyse([*four_settings(), *alone, *hopeless], targets=TARGET)
@@ -148,7 +148,7 @@ def test_profiles_compare_what_all_methods_were_run_at() -> None:
 
 
 def test_runs_on_processes_are_no_methods_of_a_profile_of_simulations() -> None:
-    """Their measured seconds are told; by themselves they have profiles, too."""
+    """Their measured seconds are in the table; without simulations they have profiles."""
     specs = [spec_of("D_ring"), spec_of("D_ring", engine="distributed")]
     analysis = analyse([story_of(spec, 0.9) for spec in specs], targets=TARGET)
     real = analysis.targets.filter(engine="distributed")

@@ -1,4 +1,4 @@
-"""Threads of runs: as many as the user said, or what is there of the machine."""
+"""Threads of runs: as the user set them, or a share of the cores."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ def unset(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.parametrize(("jobs", "expected"), [(1, 6), (2, 3), (3, 1), (6, 1), (9, 1)])
 def test_runs_share_the_cores(jobs: int, expected: int) -> None:
-    """Where nothing is set; a run that has two cores has one thread, because two wait badly."""
+    """By default; a run with two cores has one thread, because two wait for each other."""
     assert threads.threads_per_run(jobs) == expected
 
 
 def test_a_script_that_set_fewer_threads_has_runs_with_as_many() -> None:
-    """torch.set_num_threads in the process that starts runs holds for them."""
+    """torch.set_num_threads in the process that starts runs limits their threads."""
     torch.set_num_threads(2)
     assert threads.threads_per_run(1) == 2
 
 
 def test_what_the_user_set_decides(monkeypatch: pytest.MonkeyPatch) -> None:
-    """OMP_NUM_THREADS is the number of each run, also where the cores are fewer."""
+    """OMP_NUM_THREADS is the number of threads of each run, even with fewer cores."""
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     torch.set_num_threads(3)  # as torch does when it is imported
     assert [threads.threads_per_run(jobs) for jobs in (1, 4)] == [3, 3]
@@ -66,7 +66,7 @@ def test_what_the_user_set_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_runs_start_with_our_variables_where_the_user_has_none(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, str], expected: dict[str, str]
 ) -> None:
-    """A way to wait that the user chose stays, by either variable; nothing is left behind."""
+    """A wait policy that the user set by either variable is kept; the environment is restored."""
     for name, value in given.items():
         monkeypatch.setenv(name, value)
     with threads.variables_of_runs():

@@ -1,4 +1,4 @@
-"""Tuning: the same trials for every method, and an answer that follows from results alone."""
+"""Tuning: the same trials for every method, and runs that follow from results alone."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def outcomes(matrix: Matrix, truth: Callable[[RunSpec], float | None]) -> dict[s
 def expanded(
     experiment: Experiment, truth: Callable[[RunSpec], float | None], most: int = 12
 ) -> list[Matrix]:
-    """Return what an experiment comes to as its trials end, until nothing follows."""
+    """Return the runs of an experiment, expanded until no more trials follow."""
     matrices = [expand(experiment)]
     while len(matrices) < most:
         matrices.append(expand(experiment, outcomes(matrices[-1], truth)))
@@ -90,7 +90,7 @@ def expanded(
 def test_the_grid_grows_for_all_until_no_best_is_on_its_edge(
     best: dict[str, float], grid: list[float]
 ) -> None:
-    """Rates go on in the ratio that they have; every method tries all, and its best is found."""
+    """The grid is extended in its ratio; every method tries all rates, and its best is found."""
     tune = Tune(lr=[0.1, 0.2, 0.4])
     found = search(tune, list(best), lambda method, lr: peak(best[method])(lr))
     assert found.grid == grid
@@ -102,7 +102,7 @@ def test_the_grid_grows_for_all_until_no_best_is_on_its_edge(
 
 
 def test_the_grid_has_a_bound() -> None:
-    """A best that lies further out stays on the edge; the other side does not grow."""
+    """A best rate further out remains at the edge; the other side is not extended."""
     found = search(Tune(lr=[0.1, 0.2], extensions=3), ["a"], lambda _, lr: lr)
     assert found.grid == [0.1, 0.2, 0.4, 0.8, 1.6]
     assert found.best == {"a": 4}
@@ -111,7 +111,7 @@ def test_the_grid_has_a_bound() -> None:
 
 
 def test_divergence_is_worst() -> None:
-    """Beyond the best lies what diverges: no edge. Where all do, smaller rates are tried."""
+    """A best rate below one that diverges is no edge. If all diverge, smaller ones are tried."""
     found = search(Tune(lr=[1, 2, 4]), ["a"], lambda _, lr: lr if lr < 3 else -math.inf)
     assert found.best == {"a": 1}
     small = search(Tune(lr=[1, 2, 4]), ["a"], lambda _, lr: lr if lr < 0.3 else -math.inf)
@@ -160,7 +160,7 @@ def test_every_method_gets_the_same_trials_and_fresh_seeds_for_its_runs() -> Non
 
 
 def test_runs_follow_from_results_and_none_goes_away() -> None:
-    """Asked again, the answer is the same; each answer holds all runs of the one before."""
+    """Expanding again gives the same runs; each expansion contains all runs of the previous one."""
     waves = expanded(tuned(), lambda spec: peak(1.0)(spec.lr))
     assert len(waves) > 3
     for before, after in itertools.pairwise(waves):
@@ -172,7 +172,7 @@ def test_runs_follow_from_results_and_none_goes_away() -> None:
 
 
 def test_a_seed_that_diverges_spoils_its_rate() -> None:
-    """The mean over seeds is no refuge: such a rate counts as worst."""
+    """The rate counts as worst even if other seeds are good."""
 
     def truth(spec: RunSpec) -> float | None:
         return None if spec.lr == 0.2 and spec.seed == 1001 else peak(0.2)(spec.lr)
@@ -215,19 +215,23 @@ def test_each_setting_is_tuned_by_itself_and_shares_its_rates() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("[0.1, 0.2, 0.4]", "[0.1]", "two rates or more, each larger .* got .0.1.; write"),
-        ("[0.1, 0.2, 0.4]", "[0.4, 0.2]", "each larger than the one before"),
-        ("[0.1, 0.2, 0.4]", "[0.1, 0.2], seeds = [2]", "other seeds than the trials, got .2. in"),
-        ("[0.1, 0.2, 0.4]", "[0.1, 0.2], seeds = [7, 7]", "tune.seeds must differ"),
+        ("[0.1, 0.2, 0.4]", "[0.1]", "at least two rates in increasing order, got .0.1.; write"),
+        ("[0.1, 0.2, 0.4]", "[0.4, 0.2]", "two rates in increasing order"),
+        ("[0.1, 0.2, 0.4]", "[0.1, 0.2], seeds = [2]", "no seed in common, got .2. in both"),
+        ("[0.1, 0.2, 0.4]", "[0.1, 0.2], seeds = [7, 7]", "tune.seeds must be distinct"),
         ("[0.1, 0.2, 0.4]", "[0.1, 0.2], share = 0.1", "has no key 'tune.share'"),
         ("[0.1, 0.2, 0.4]", "[0.1, 0.2], validation = 1.5", "tune.validation: .* less than 1"),
-        ("epochs = 6", "lr = 0.1, epochs = 6", "lr must be left to tune, got it in run"),
-        ('"D_ring"]', '{ name = "D_ring", method = "D_ring", lr = 1.0 }]', "left to tune, got it"),
-        ('"D_ring"]', '"D_ring", "D_ring"]\naxes = { lr = [1.0] }', "left to tune, got it"),
+        ("epochs = 6", "lr = 0.1, epochs = 6", "tune sets lr, got it also in run"),
+        (
+            '"D_ring"]',
+            '{ name = "D_ring", method = "D_ring", lr = 1.0 }]',
+            "tune sets lr, got it also",
+        ),
+        ('"D_ring"]', '"D_ring", "D_ring"]\naxes = { lr = [1.0] }', "tune sets lr, got it also"),
         (
             '"D_ring"]',
             '{ name = "x", method = "D_ring" }, { name = "x", method = "ring" }]',
-            "names of their own, got two that are 'x'",
+            "different names, got two with the name 'x'",
         ),
     ],
 )
@@ -265,7 +269,7 @@ def test_validation_samples_are_training_samples_that_are_not_trained_on(name: s
 
 
 class Forbidden:
-    """Samples that nobody may look at."""
+    """Samples that raise when they are used."""
 
     def __len__(self) -> int:
         raise AssertionError("looked at")
@@ -275,7 +279,7 @@ class Forbidden:
 
 
 def test_a_method_is_tuned_or_has_a_rate() -> None:
-    """Runs at the recipe's rate would be pooled with those at the best one; a name tells them."""
+    """Runs at the recipe's rate would be pooled with those at the best one; names separate them."""
     fixed = TEXT.replace("tune =", "# tune =")
     both = fixed + "\n[[include]]\nseeds = [3]\ntune = { lr = [0.1, 0.2] }\n"
     with pytest.raises(
@@ -287,7 +291,7 @@ def test_a_method_is_tuned_or_has_a_rate() -> None:
 
 
 def test_a_trial_never_sees_the_test_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It runs where there are none; the run that is compared does not."""
+    """It runs without test samples; the run that is compared does not."""
     make = RunSpec.make_workload
 
     def without_tests(spec: RunSpec) -> Workload:
@@ -346,7 +350,7 @@ def test_a_runner_goes_from_trials_to_what_is_compared(tmp_path: Path) -> None:
 
 
 def test_a_trial_that_fails_holds_its_setting_up(tmp_path: Path) -> None:
-    """It is no divergence: what follows is not known, and each start tries it once at most."""
+    """It does not count as divergence: no runs follow, and each start retries it at most once."""
     experiment = tuned(SHORT.replace("seeds = 7", "seeds = 7, validation = 1e-6"))
     for retry in (False, True):
         run_experiment(experiment, Store(tmp_path), Heard(), jobs=2, retry=retry)
@@ -354,11 +358,11 @@ def test_a_trial_that_fails_holds_its_setting_up(tmp_path: Path) -> None:
     ends = [store.ended(spec.id) for spec in expand(experiment, Trials(store).outcomes()).runs]
     assert [ended.status for ended in ends if ended] == ["error", "error"]
     shown = CliRunner().invoke(bench_app, ["status", str(tmp_path)])
-    assert "2 rates of methods are still to be tried" in shown.output
+    assert "2 rates of methods are left to try" in shown.output
 
 
 def test_a_damaged_trial_decides_nothing(stories: list[Story], tmp_path: Path) -> None:
-    """Its last evaluation may be what cannot be read: an earlier one is not taken for it."""
+    """Its last evaluation may be missing: an earlier one is not used instead."""
     store = write(tmp_path / "f", stories)
     assert Trials(store).outcomes()
     trial = next(
@@ -376,7 +380,7 @@ def test_a_damaged_trial_decides_nothing(stories: list[Story], tmp_path: Path) -
 
 @pytest.mark.full
 def test_ranks_tune_together(tmp_path: Path) -> None:
-    """Rank 0 reads the records, and all ranks take the same runs from what it tells."""
+    """Rank 0 reads the records and broadcasts the results, so all ranks expand the same runs."""
     file, folder = tmp_path / "short.toml", tmp_path / "out"
     file.write_text(
         'engine = "distributed"\n'
@@ -440,7 +444,7 @@ def test_the_table_has_the_best_rate_and_where_it_lies(stories: list[Story]) -> 
 
 
 def test_a_rate_that_diverged_has_no_metric(stories: list[Story]) -> None:
-    """With a larger bound the grid reaches what diverges: then the best is no edge."""
+    """With more extensions the grid reaches a rate that diverges: the best is not at the edge."""
     analysis = analyse(told(tuned(TEXT.replace("0.4]", "0.4], extensions = 5")), accuracy))
     ring = analysis.tuning.filter(pl.col("method") == "D_ring").row(0, named=True)
     assert (ring["best"], ring["edge"], ring["diverged"]) == (3.2, "", 1)
@@ -475,7 +479,7 @@ def test_before_anything_is_compared_the_page_shows_trials(
     results = write_report(tmp_path / "half")
     assert results.analysis.verdicts.is_empty()
     assert results.missing == 12
-    assert "No run is done yet" in (tmp_path / "half" / "report.html").read_text()
+    assert "no run is done yet" in (tmp_path / "half" / "report.html").read_text()
 
 
 def test_the_command_lists_what_is_known_so_far(stories: list[Story], tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The benchmarks that need neither root nor minutes run, at their smallest sizes."""
+"""Benchmarks that need neither root nor minutes run at their smallest sizes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def threads() -> Iterator[None]:
     [pytest.param(name, marks=[pytest.mark.full] if name in LONG else []) for name in SMALL],
 )
 def test_a_benchmark_measures(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """It comes to its end, and prints results, most of them as JSON lines."""
+    """It finishes, and prints results, most of them as JSON lines."""
     command = typer.main.get_command(own_app(import_module(f"benchmarks.{name}")))
     command.main(SMALL[name].split(), standalone_mode=False)
     printed = capsys.readouterr().out
@@ -73,7 +73,7 @@ def test_a_benchmark_measures(name: str, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_jax_comes_to_the_same_parameters(capsys: pytest.CaptureFixture[str]) -> None:
-    """Both of its ways do our work on every model, or benchmarks.simulation --jax is an error."""
+    """Both vmap and lax.map agree with our steps on every model, or --jax is an error."""
     pytest.importorskip("jax", reason="the extra jax is no part of make setup")
     options = "--workers 4 --rounds 1 --processes 1 --jax"
     typer.main.get_command(own_app(simulation)).main(options.split(), standalone_mode=False)
@@ -165,7 +165,7 @@ def test_sizes_are_the_lines_that_an_editor_shows(
 def test_bits_tell_runs_apart_and_repeat_themselves(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A case makes the same line again; another order makes another, and so does another step."""
+    """A repeated case prints the same line; another order or another step prints another one."""
 
     def lines(order: str, num_steps: int) -> list[str]:
         monkeypatch.setattr(bits, "NUM_STEPS", num_steps)

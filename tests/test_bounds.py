@@ -75,7 +75,7 @@ def test_a_picture_is_of_a_bounded_size(tmp_path: Path, given: tuple[str, str]) 
     """A dense matrix of a hundred thousand workers is refused before the table is printed."""
     path = str(tmp_path / "ring.html")
     said = refused("topology", "random_matching", *given, "--html", path)
-    assert "a picture is of up to 4,096 workers and 32 rounds" in said
+    assert "a picture can have up to 4,096 workers and 32 rounds" in said
 
 
 def test_rounds_to_show_are_bounded() -> None:
@@ -221,7 +221,7 @@ def test_verbs_refuse_what_is_no_file(tmp_path: Path) -> None:
     for path in not_files(tmp_path):
         assert "a profile must be a file that can be read" in refused("plan", str(path))
         for verb in ("expand", "run"):
-            assert "must be a TOML file that can be read" in refused("bench", verb, str(path))
+            assert "must be a readable TOML file" in refused("bench", verb, str(path))
 
 
 def test_files_have_limits(tmp_path: Path) -> None:
@@ -309,7 +309,7 @@ def test_a_plan_of_runs_that_names_nothing_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x" / "planned.json").write_text(
         json.dumps({"runs": [run | {"num_steps": 1, "parts": {}}]})
     )
-    with pytest.raises(UserError, match=r"must have a planned\.json that gossamer bench run"):
+    with pytest.raises(UserError, match="must be as gossamer bench run wrote it"):
         read_planned(store, parse(EXPERIMENT, "x.toml"))
 
 

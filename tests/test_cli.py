@@ -37,7 +37,7 @@ REPOSITORY = Path(__file__).parents[1]
 
 
 class Done(NamedTuple):
-    """What a command left."""
+    """The exit code and output of a command."""
 
     returncode: int
     stdout: str
@@ -77,7 +77,7 @@ def test_the_catalogue_is_a_table(gossamer: Run) -> None:
 
 
 def test_a_table_that_is_piped_is_whole(gossamer: Run) -> None:
-    """No cell is cut or broken where a program reads it, however narrow the terminal."""
+    """In a pipe no cell is truncated or wrapped, however narrow the terminal."""
     narrow, wide = (gossamer("topology", "-n", "16", columns=n).stdout for n in (40, 200))
     assert "one_peer_exponential" in narrow
     assert "…" not in narrow
@@ -92,7 +92,7 @@ def test_what_does_not_exist_on_so_many_workers_is_said(gossamer: Run) -> None:
 
 
 def test_one_topology_shows_its_first_rounds(gossamer: Run) -> None:
-    """For one name: its facts, and who hears whom, round by round."""
+    """For one name: its summary, and the messages of each round."""
     result = gossamer("topology", "one_peer_ring", "-n", "4")
     assert "round 0" in result.stdout
     assert "round 1" in result.stdout
@@ -100,7 +100,7 @@ def test_one_topology_shows_its_first_rounds(gossamer: Run) -> None:
 
 
 def test_a_name_alone_uses_the_arguments_of_its_example(gossamer: Run) -> None:
-    """Looking at ada needs no arguments; the ones used are shown."""
+    """Without arguments ada uses and shows those of its example."""
     assert "ada(k0=10, gamma=0.02" in gossamer("topology", "ada").stdout
 
 
@@ -131,7 +131,7 @@ def test_json_says_what_is_missing(gossamer: Run) -> None:
 
 
 def test_long_lists_are_cut(gossamer: Run) -> None:
-    """A thousand neighbours are a number, not a screen full of them."""
+    """A thousand neighbours are printed as a count."""
     result = gossamer("topology", "complete", "-n", "1008")
     assert "(1007 in all)" in result.stdout
     assert len(result.stdout.splitlines()) < 200
@@ -181,9 +181,9 @@ def test_a_topology_that_moves_the_mean_can_be_looked_at(gossamer: Run) -> None:
         ("profile --gpu a100 --out text/p.json", "cannot write text/p.json: "),
         ("bench expand missing.toml", "got missing.toml: No such file or directory; docs/dbench"),
         ("bench expand folder", "got folder: Is a directory"),
-        ("bench expand text", "text must be TOML, got "),
-        ("bench expand binary", "got binary: not a text"),
-        ("bench run small.toml --out text", "records must be kept in text"),
+        ("bench expand text", "text must be valid TOML, got "),
+        ("bench expand binary", "got binary: not UTF-8"),
+        ("bench run small.toml --out text", "cannot read or write text"),
         ("bench run small.toml --data-dir none", "--data-dir must be a folder, got none"),
         ("bench status folder", "got folder; make one with gossamer bench run"),
         ("bench report folder", "got folder; make one with gossamer bench run"),
@@ -226,7 +226,7 @@ run = { epochs = 1 }
 def test_a_topology_that_a_plan_cannot_use_is_named(
     gossamer: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not only that none is left: why."""
+    """The error has the reason."""
     monkeypatch.chdir(tmp_path)
     assert gossamer("profile", "--gpu", "a100").returncode == 0
     result = gossamer("plan", "profile.json", "--topology", "rign")
@@ -250,7 +250,7 @@ _collect(get_command(app), "gossamer")
 
 
 def test_a_path_is_not_an_option(gossamer: Run) -> None:
-    """In every verb, an option that needs a path refuses the next option in its place."""
+    """In every verb, an option that needs a path rejects an option instead of it."""
     paths = [
         (verb, each.opts[0])
         for verb, command in VERBS.items()
@@ -321,7 +321,7 @@ def test_examples_are_understood(line: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_examples_run(gossamer: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that take a moment do what they say, one after the other, in an empty folder."""
+    """The quick ones work, one after the other, in an empty folder."""
     monkeypatch.chdir(tmp_path)
     Path("mine.toml").write_text(SMALL)
     quick = [
@@ -394,7 +394,7 @@ def test_a_shell_is_offered_what_fits(
 
 
 def test_names_are_those_of_the_tables() -> None:
-    """What is read from the source is what the code finds."""
+    """Names parsed from the source are those of the imported tables."""
     tables = {
         "topologies": CATALOGUE,
         "workloads": WORKLOADS,
@@ -462,7 +462,7 @@ def test_status_tells_a_damaged_file_from_an_unfinished_run(gossamer: Run, tmp_p
     result = gossamer("bench", "status", str(tmp_path / "out"), "--json")
     lines = [json.loads(line) for line in result.stdout.splitlines()]
     assert [line["status"] for line in lines] == ["damaged", "unfinished"]
-    assert "is cut after line 0" in lines[0]["reason"]
+    assert "is truncated after line 0" in lines[0]["reason"]
     text = gossamer("bench", "status", str(tmp_path / "out")).stdout
     assert "1 damaged, 1 unfinished" in text
     assert "it will be run again" in text
@@ -472,7 +472,7 @@ def test_status_tells_a_damaged_file_from_an_unfinished_run(gossamer: Run, tmp_p
 def test_a_rate_that_is_off_is_exit_code_1(
     as_json: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What was measured goes to stdout all the same; one within the tolerance is no error."""
+    """The measurements are still printed to stdout; a rate within the tolerance is no error."""
     good = Measurement(source="host0", target="host1", asked_bits_s=100, measured_bits_s=101.0)
     bad = Measurement(source="host1", target="host0", asked_bits_s=100, measured_bits_s=50.0)
     lab_verb._report([good], as_json=as_json)
@@ -531,7 +531,7 @@ def test_colours_are_for_terminals_that_want_them() -> None:
 
 
 def test_a_reader_that_stops_early_is_no_error() -> None:
-    """`gossamer topology | head` ends without a word."""
+    """`gossamer topology | head` ends without a message."""
     child = subprocess.Popen(
         [*COMMAND, "topology", "-n", "16", "--json"],
         stdout=subprocess.PIPE,
@@ -574,5 +574,5 @@ def test_a_signal_ends_a_run_with_its_exit_code(
     out, err = long_run.communicate(timeout=30)
     assert long_run.returncode == 128 + number
     assert out == ""
-    assert err.splitlines()[-1] == "interrupted; start it again to go on"
+    assert err.splitlines()[-1] == "interrupted; start it again to resume"
     assert "Traceback" not in err

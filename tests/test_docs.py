@@ -1,10 +1,10 @@
-"""What README, CONTRIBUTING and docs/ say is so: their blocks of code, and their commands.
+"""The code blocks and commands of README, CONTRIBUTING and docs/ work.
 
-A page is walked from top to bottom in a folder of its own. Python runs on four ranks, with less to
-do where SMALLER says so. A command in a block runs, with the options of SHORTENED, unless it has a
-row in ELSEWHERE; then only its arguments are parsed, so that a renamed option or file is found, and
-the row says what else runs it, or why nothing does. A command without a row is run. Commands in
-sentences are parsed, and have a row here or in SENTENCES.
+The blocks of a page run from top to bottom in one folder. Python runs on four ranks, with smaller
+sizes by SMALLER. A command in a block runs, with the options of SHORTENED, unless it has a row in
+ELSEWHERE; then only its arguments are parsed, which finds a renamed option or file, and the row
+says which test runs it, or why none does. Commands in sentences are parsed, and have a row here or
+in SENTENCES.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ NOT_RUN = {
 
 @pytest.fixture(autouse=True)
 def home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder in the place of the user's, whatever a command may do there."""
+    """An empty home folder, so that commands cannot change the user's."""
     folder = tmp_path_factory.mktemp("home")
     monkeypatch.setenv("HOME", str(folder))
     return folder
@@ -172,7 +172,7 @@ def run_in_changed_repository(text: str, folder: Path) -> None:
 
 
 def run_command(command: list[str], folder: Path, environment: dict[str, str]) -> str:
-    """Run a command to its end, with these variables too; return what it printed."""
+    """Run a command with additional variables; return its output."""
     result = subprocess.run(
         command,
         env=os.environ | environment,
@@ -187,7 +187,7 @@ def run_command(command: list[str], folder: Path, environment: dict[str, str]) -
 
 
 def read_experiment(block: Block, folder: Path, pool: ProcessPool) -> None:
-    """An experiment lies in the file of its name from then on; one with a title is a file."""
+    """Write an experiment to the file of its name, and a titled block to the file of its title."""
     if block.title:
         tomllib.loads(block.text)
         (folder / block.title).write_text(block.text)
@@ -215,7 +215,7 @@ def run_shell(block: Block, folder: Path, pool: ProcessPool) -> None:
 
 
 def check_text(block: Block, folder: Path, pool: ProcessPool) -> None:
-    """Output and layouts of files: no command hides among them."""
+    """Check that a block of output contains no command."""
     assert not [words for words in commands_in(block.text) if words[0] in CHECKS]
 
 
@@ -290,7 +290,7 @@ RUNNERS: dict[str, Callable[[list[str], Path, ProcessPool], None]] = {
 
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_in_sentences_exist(page: str) -> None:
-    """A verb, an option, a module, a target or a file that a sentence names is there, and a row."""
+    """Verbs, options, modules, targets and files in sentences exist, and have a row."""
     for words in inline_commands(page, {"gossamer", "torchrun", "python", "make", "pip"}):
         known = row_of(words) or any(" ".join(words).startswith(row) for row in SENTENCES)
         assert known, f"{page}: {' '.join(words)} has no row in ELSEWHERE or SENTENCES"

@@ -49,6 +49,16 @@ def test_observations_of_kept_results_are_those_of_the_records(tmp_path: Path) -
     assert ring["connections"].unique().to_list() == [2]
 
 
+def test_wire_formats_of_two_graphs_give_no_verdict() -> None:
+    """The kept results of nine methods on two graphs: no table of observations is printed."""
+    path = Path(__file__).parents[1] / "evidence" / "wire-stdlib-gpt.csv"
+    kept = [(run.spec, run.final, run.facts) for run in evidence.read(path) if run.final]
+    assert len({spec.method for spec, _, _ in kept}) == 9
+    found = observed(kept).filter(pl.col("observation") == "connections")
+    assert found["units"].unique().to_list() == [2]
+    assert claims(kept) == ""
+
+
 def test_distances_and_targets_of_controlled_runs_are_kept(tmp_path: Path) -> None:
     """Of other runs nothing is; a folder of those alone is refused."""
     controlled = spec_of("D_ring", control="constant(c=0.5)", log_every=1)

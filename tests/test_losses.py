@@ -250,7 +250,7 @@ def test_without_a_longer_run_no_steps_are_named(tmp_path: Path) -> None:
 
 def test_what_cannot_be_compared_is_said(tmp_path: Path) -> None:
     """A folder that is none, no pair of runs, and two runs for one place."""
-    with pytest.raises(UserError, match="gossamer bench run wrote"):
+    with pytest.raises(UserError, match="must be the --out of gossamer bench run"):
         command.main([tmp_path], tmp_path / "losses.json")
     write(tmp_path / "alone", runs_of("D_ring", [3.0], **ACCUM), "of no matter")
     with pytest.raises(UserError, match="share a seed, got none"):

@@ -357,8 +357,8 @@ def test_a_simulation_raises_after_as_many_rounds(caplog: pytest.LogCaptureFixtu
     """It names the worker, after a warning when the worker was first left out."""
     assert simulate("ring", "atc", SINCE + 9).left_out[SPOILED] == 9
     assert caplog.messages == [
-        "the parameters of worker 2 are not finite at step 3: nobody mixes with them, and others "
-        "keep that weight on their own"
+        "the parameters of worker 2 are not finite at step 3: the round leaves them out, and "
+        "neighbours keep that weight on their own parameters"
     ]
     with pytest.raises(NonFiniteError, match="got those of worker 2, which were not in 10 rounds"):
         simulate("ring", "atc", SINCE + 10)
@@ -448,7 +448,7 @@ def test_growth_is_told_once_of_each(caplog: pytest.LogCaptureFixture) -> None:
         watch.look(np.array([9.0, 21.0 * 11**step, 5.0]), step)
     assert caplog.messages == [
         "the parameters of worker 1 have grown from a norm of 2 to 21 in one step, at step 0: "
-        "others mix with them; look at its learning rate, gradients and data"
+        "other workers mix with them; check its learning rate, gradients and data"
     ]
 
 

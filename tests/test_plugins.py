@@ -195,5 +195,5 @@ def test_a_method_leaves_the_experiment_what_it_compares(tmp_path: Path) -> None
     for method, field in (("more", "workers"), ("faster", "lr")):
         file = tmp_path / "x.toml"
         file.write_text(f'{text}methods = "methods.py:{method}"\n')
-        with pytest.raises(UserError, match=f"what it compares, got '{field}' from"):
+        with pytest.raises(UserError, match=f"that the experiment varies, got '{field}' from"):
             expand(load(file))

@@ -1,4 +1,4 @@
-"""The runtime model: the recursion, costs of rounds, profiles, and where a saving comes from."""
+"""The runtime model: the recursion, costs of rounds, profiles, and the sources of a saving."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_closed_forms_are_what_the_recursion_comes_to(
 
 
 def test_bucket_wise_is_never_slower_than_the_whole_step() -> None:
-    """With even times the wire idles least where buckets are sent one by one."""
+    """With equal times the link is idle least if buckets are sent one by one."""
     for c in (0.1, 0.5, 1.0, 3.0):
         step, wise = (
             predict(equal_buckets(order, 1.0, 4, 0.5, 0.2, c)).mean_s
@@ -155,7 +155,7 @@ def test_workers_of_a_node_share_its_link() -> None:
 
 
 def test_a_slow_link_slows_those_who_use_it() -> None:
-    """Rates may differ by worker: a pair goes at the slower one's."""
+    """Rates may differ by worker: a pair has the rate of the slower one."""
     links = flat_links(4)
     links.port_bits_s[3] = 1.0
     cost = mix(links, parse("one_peer_ring", 4).round(0), [1]).cost_WK[:, 0]
@@ -163,7 +163,7 @@ def test_a_slow_link_slows_those_who_use_it() -> None:
 
 
 def test_a_worker_waits_for_its_sends() -> None:
-    """On a directed round a worker starts when the one that it sends to is there too."""
+    """In a directed round a worker starts when the peer that it sends to is ready too."""
     exchange = mix(flat_links(8), parse("one_peer_exponential", 8).round(0), [1])
     late = np.zeros((1, 8))
     late[0, 5] = 1.0
@@ -195,7 +195,7 @@ def test_passes_over_parameters_follow_the_round() -> None:
 
 
 def test_a_graph_that_thins_out_is_modelled_over_the_whole_run() -> None:
-    """Ada's first steps are its most expensive; a run has later ones, too."""
+    """Ada's first steps are its most expensive; a run also has later ones."""
     job = Job.of(small_profile(), 16)
     schedule = parse("ada(k0=12, gamma=1, steps_per_epoch=96)", 16)
     first, whole = (
@@ -240,7 +240,7 @@ def test_the_timeline_holds_every_task_in_order() -> None:
 
 
 def test_factors_have_mean_one_and_the_variance_asked_for() -> None:
-    """Both ways to draw compute times are normalized."""
+    """Both distributions of compute times are normalized."""
     rng = np.random.default_rng(0)
     drawn = gamma(0.0134)(rng, (200, 200))
     assert drawn.mean() == pytest.approx(1, abs=2e-3)

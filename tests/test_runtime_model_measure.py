@@ -58,7 +58,7 @@ def train(path: Path, kind: str) -> int:
 
 @pytest.mark.parametrize("kind", ["local", "gossip", "ddp", "ddp first"])
 def test_a_loop_is_timed_by_two_lines(pool: ProcessPool, tmp_path: Path, kind: str) -> None:
-    """Compute is what was slept for, whoever communicates; the hooks are gone at the end."""
+    """The compute time is that of the sleeps, for every method; hooks are removed at the end."""
     left = pool.run(train, tmp_path / "profile.json", kind)
     assert left == [0] * 4
     profile = read_profile(tmp_path / "profile.json")
@@ -106,7 +106,7 @@ def test_parameters_without_a_gradient_travel_too(pool: ProcessPool, tmp_path: P
 
 
 def test_a_loop_that_is_too_short_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    """Whoever waits for a file that never comes learns how many steps were missing."""
+    """The warning says how many steps were missing."""
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     watch = measure._Stopwatch(model, optimizer, list(model.parameters()), 1, 2, mock.Mock())
@@ -126,7 +126,7 @@ def test_buckets_are_filled_as_ddp_fills_them() -> None:
 
 
 def test_waiting_for_an_all_reduce_is_not_compute() -> None:
-    """Between the last gradient and the step there is clipping, or under DDP waiting."""
+    """The time from the last gradient to the step is clipping, but under DDP it is waiting."""
     step = measure._StepTimes(
         previous_end=0.0,
         forward_start=1.0,
@@ -142,7 +142,7 @@ def test_waiting_for_an_all_reduce_is_not_compute() -> None:
 
 
 def test_steps_that_are_long_for_all_do_not_vary() -> None:
-    """Only differences between ranks count, as many as independent times would have."""
+    """Only differences between ranks count, as large as independent times would have."""
     even = [[1.0, 2.0, 0.5], [1.0, 2.0, 0.5]]
     assert measure._factors(even) == [1.0] * 6
     rng = np.random.default_rng(0)
@@ -151,7 +151,7 @@ def test_steps_that_are_long_for_all_do_not_vary() -> None:
 
 
 def test_one_rank_has_no_links() -> None:
-    """Without a process group the message says how to start the script."""
+    """Without a process group the error says how to start the script."""
     assert not dist.is_initialized()
     model = nn.Linear(1, 1)
     with pytest.raises(UserError, match="torchrun or gossamer lab"):

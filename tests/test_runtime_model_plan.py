@@ -39,7 +39,7 @@ def transformer(link: str = "25gbit", variance: float = 0.0) -> Profile:
 
 
 def test_every_method_has_a_row_at_every_scale() -> None:
-    """Times, speed-up over DDP, bytes, p and rounds are there for each."""
+    """Each has times, speed-up over DDP, bytes, p and rounds."""
     plan = make_plan(transformer(), [8, 16], topologies=TOPOLOGIES)
     assert len(plan.rows) == 2 * (2 + len(TOPOLOGIES))
     rows = {(row.method, row.workers): row for row in plan.rows}
@@ -51,7 +51,7 @@ def test_every_method_has_a_row_at_every_scale() -> None:
 
 
 def test_a_slow_network_asks_for_gossip_and_says_why() -> None:
-    """With 25 Gbit/s between nodes few bits are; its reason names the saving and its sources."""
+    """At 25 Gbit/s between nodes few bits are; the reason has the saving and its sources."""
     (advice,) = make_plan(transformer(), [16], topologies=TOPOLOGIES).advice
     assert advice.method == "one_peer_exponential"
     assert advice.wire.startswith("modulo")
@@ -105,7 +105,7 @@ def test_a_plan_knows_wire_formats_and_fragments() -> None:
 
 
 def test_advice_names_the_wire_with_the_most_bits_that_is_as_fast() -> None:
-    """Few bits on a slow link, and all of them where nothing waits for the link."""
+    """Few bits on a slow link, and full precision if nothing waits for the link."""
     slow, fast = (
         make_plan(transformer(link), [8], topologies=["one_peer_exponential"]).advice[0]
         for link in ("1gbit", "400gbit")
@@ -135,7 +135,7 @@ def test_graphs_are_compared_with_the_wire_of_each() -> None:
 
 
 def test_a_fast_network_says_stay_with_ddp() -> None:
-    """Where gossip saves next to nothing the exact average is kept, and the reason says so."""
+    """If gossip saves next to nothing, DDP is recommended, with that reason."""
     (advice,) = make_plan(transformer("400gbit").with_compute(20), [8]).advice
     assert advice.method == "ddp"
     assert "stay with DDP" in advice.reason
@@ -144,7 +144,7 @@ def test_a_fast_network_says_stay_with_ddp() -> None:
 
 
 def test_of_graphs_as_fast_the_best_mixing_one_is_advised() -> None:
-    """Where all graphs hide behind compute, the one with the largest p wins."""
+    """If all exchanges are overlapped, the graph with the largest p wins."""
     profile = transformer("100gbit", variance=0.0134).with_compute(3)
     plan = make_plan(profile, [8], topologies=("one_peer_ring", "one_peer_exponential"))
     assert plan.advice[0].method == "one_peer_exponential"
@@ -177,7 +177,7 @@ def test_advice_that_flips_between_two_profiles_of_one_job_is_said_to_be_level()
 
 
 def test_methods_that_are_level_are_named_and_others_are_not() -> None:
-    """Within a tenth of the advised method's time; the reason says so in words."""
+    """Within a tenth of the recommended method's time; the reason names them."""
     plan = make_plan(transformer("100gbit").with_compute(3), [8])
     (advice,) = plan.advice
     times = {row.method: row.prediction.mean_s for row in plan.rows}
@@ -189,7 +189,7 @@ def test_methods_that_are_level_are_named_and_others_are_not() -> None:
 
 
 def test_what_mixes_best_does_not_cost_the_saving() -> None:
-    """Where only the fastest graph saves enough, it is advised, and not another nearly as fast."""
+    """If only the fastest graph saves enough, it is recommended, and not one nearly as fast."""
     advised: list[str] = []
     for gbit in range(40, 120, 8):
         job = transformer(f"{gbit}gbit").with_compute(20)
@@ -208,7 +208,7 @@ CHEAP = measured(more_steps=1.05, gap=0.004)
 
 
 def test_gossip_that_wins_by_step_loses_where_an_equal_loss_takes_too_many_steps() -> None:
-    """The same job is advised gossip per step, and DDP where gossip takes three times the steps."""
+    """The same job gets gossip by step, and DDP if gossip takes three times the steps."""
     job = transformer().with_kind(TRANSFORMER_ADAM)
     (by_step,) = make_plan(job, [16], topologies=TOPOLOGIES, losses=[]).advice
     plan = make_plan(job, [16], topologies=TOPOLOGIES, losses=[COSTLY])
@@ -226,7 +226,7 @@ def test_gossip_that_wins_by_step_loses_where_an_equal_loss_takes_too_many_steps
 
 
 def test_a_saving_to_equal_loss_counts_the_steps() -> None:
-    """Where gossip still wins, its saving is that of time to equal loss, and the points add up."""
+    """If gossip still wins, its saving is in time to equal loss, and the parts add up."""
     job = transformer().with_kind(TRANSFORMER_ADAM)
     plan = make_plan(job, [16], topologies=["aer"], losses=[CHEAP])
     (advice,) = plan.advice
@@ -277,13 +277,13 @@ def test_without_losses_that_fit_methods_are_ranked_by_step(
 
 @pytest.mark.parametrize("rate", ["300mbit", "64kbit", "40GBIT", "1.5gbit"])
 def test_a_plan_takes_any_rate_in_the_spelling_of_the_lab(tmp_path: Path, rate: str) -> None:
-    """What is given for the link between nodes is what the plan is for, and how it is told."""
+    """The plan uses the given rate between nodes, and prints it as given."""
     text = "\n".join(run(tmp_path, "--workers", "8", "--link", rate))
     assert f"{rate.lower()} between nodes" in text
 
 
 def test_latency_comes_from_the_next_slower_link_of_the_data_sheets() -> None:
-    """A rate between two of them is never better than the slower of the two says."""
+    """A rate between two of them has the latency of the slower one."""
     assert link_of("300mbit") == Link(bits_s=3e8, latency_s=LINKS["1gbit"].latency_s)
     assert link_of("40gbit") == Link(bits_s=4e10, latency_s=LINKS["25gbit"].latency_s)
     assert {name: link_of(name) for name in LINKS} == LINKS
@@ -369,7 +369,7 @@ def test_losses_are_shown_wherever_times_are(
 
 
 def test_a_data_sheet_is_of_a_kind_where_it_is_said(tmp_path: Path) -> None:
-    """--kind is in the profile; an unknown one is refused with the known ones."""
+    """--kind is in the profile; the error for an unknown one lists the known ones."""
     path = tmp_path / "profile.json"
     options = ["profile", "--gpu", "a40", "--out", str(path), "--kind"]
     runner = CliRunner()
@@ -380,7 +380,7 @@ def test_a_data_sheet_is_of_a_kind_where_it_is_said(tmp_path: Path) -> None:
 
 
 def test_profiles_of_before_kinds_are_read(tmp_path: Path) -> None:
-    """A file without a kind is a profile of none."""
+    """A file without a kind is a valid profile."""
     write_profile(transformer(), tmp_path / "profile.json")
     fields = json.loads((tmp_path / "profile.json").read_text())
     del fields["kind"]
@@ -396,6 +396,6 @@ def test_profiles_of_before_kinds_are_read(tmp_path: Path) -> None:
     ],
 )
 def test_wrong_options_are_answered(tmp_path: Path, arguments: list[str], said: str) -> None:
-    """The message says what the option takes."""
+    """The error says what the option accepts."""
     with pytest.raises(UserError, match=said):
         run(tmp_path, *arguments)

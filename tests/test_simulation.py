@@ -1,4 +1,4 @@
-"""What the simulation promises beside parity: chunks, fallbacks, measures, states, errors."""
+"""Properties of the simulation besides parity: chunks, fallbacks, measures, states, errors."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_kernels_are_torchs_functions(name: str) -> None:
 
 @pytest.mark.parametrize("options", [{"dims": 3}, {"dims": 4, "dropout_p": 0.3}])
 def test_kernels_refuse_what_torch_refuses(options: dict[str, Any]) -> None:
-    """A mask beside is_causal is torch's error, whatever the method."""
+    """A mask together with is_causal is torch's error, for every method."""
     body = Attention(mask="bool", is_causal=True, **options)
     task = Task(lambda: Tokens(4, body), tasks.tokens)
     for gradients in ("vmap", "loop"):
@@ -203,7 +203,7 @@ ALL_LAYERS = ALL_TASKS | {
 
 @pytest.mark.parametrize("name", ALL_LAYERS)
 def test_together_equals_one_by_one(name: str) -> None:
-    """Under vmap, with kernels of our own: the loop's parameters, statistics and dropout masks."""
+    """Under vmap, with our kernels: the parameters, statistics and dropout masks of the loop."""
     task = ALL_LAYERS[name]
     together = run(make(task, gradients="vmap"), task)
     assert_same(together, run(make(task, gradients="loop"), task))
@@ -238,7 +238,7 @@ def test_memory_is_that_of_the_control_group(tmp_path: Path) -> None:
 
 
 def test_memory_for_activations_by_its_rule() -> None:
-    """What is good, by copies of all parameters or 24 MB in all; and what there is."""
+    """The bound by copies of all parameters or 24 MB in total, and the free memory."""
     copies: dict[str, Any] = {"model_bytes": 10**6, "state_bytes": 10**6, "num_workers": 100}
     assert memory_budget(1.0, **copies) == (0.7e8, 3.5e8)
     assert memory_budget(0.4, **copies) == (0.7e8, 0.5e8)
@@ -273,7 +273,7 @@ def test_a_worker_that_does_not_fit_is_tried_alone_and_said() -> None:
 
 
 def test_memory_that_is_kept_is_counted_by_storage() -> None:
-    """A part of a tensor keeps all of it; one number that stands for many is one."""
+    """A view keeps its entire storage; an expanded number counts once."""
     given = torch.ones(100, requires_grad=True)
     with saved_bytes([given]) as saved:
         large = given * 2
@@ -286,7 +286,7 @@ def test_memory_that_is_kept_is_counted_by_storage() -> None:
 @pytest.mark.filterwarnings("ignore:there is memory for the activations of")
 @pytest.mark.parametrize("name", ALL_LAYERS)
 def test_chunks_change_nothing(name: str, threads: Callable[[int], None]) -> None:
-    """Bounded memory makes chunks of fewer workers, which compute the same."""
+    """Less memory makes smaller chunks with the same results."""
     threads(1)
     task = ALL_LAYERS[name]
     whole = run(make(task, gradients="vmap"), task)
@@ -315,7 +315,7 @@ def threads() -> Iterator[Callable[[int], None]]:
 
 @pytest.mark.parametrize("name", ["convnet", "deep LSTM", "transformer with dropout"])
 def test_threads_change_nothing(name: str, threads: Callable[[int], None]) -> None:
-    """However many torch shares its functions out over; statistics and masks included."""
+    """The number of threads does not matter, also for statistics and masks."""
     task = ALL_LAYERS[name]
     threads(1)
     alone = run(make(task), task)
@@ -324,7 +324,7 @@ def test_threads_change_nothing(name: str, threads: Callable[[int], None]) -> No
 
 
 def test_autocast_holds_for_all_workers() -> None:
-    """What a user sets around a step, every worker's forward pass has."""
+    """An autocast context around a step applies to every worker's forward pass."""
     seen: set[torch.dtype] = set()
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
@@ -384,7 +384,7 @@ class Constant(nn.Module):
 @pytest.mark.parametrize("dropout", [True, False])
 @pytest.mark.parametrize("kind", [Simulation, Centralized])
 def test_what_is_the_same_for_all_workers(kind: Any, dropout: bool) -> None:
-    """Computed once; masks are drawn for each worker all the same."""
+    """It is computed once; masks are still drawn for each worker."""
     task = Task(lambda: Constant(dropout), tasks.vectors)
     options: dict[str, Any] = {"dtype": torch.float64}
     sims = [kind(task.make(), task.loss, sgd, 6, gradients=g, **options) for g in ("vmap", "loop")]
@@ -422,7 +422,7 @@ ALL_CROSS_ENTROPIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 @pytest.mark.parametrize("name", ALL_CROSS_ENTROPIES)
 def test_cross_entropy_is_torchs(name: str) -> None:
-    """Its kernel counts each worker's targets by themselves; what it does not know is torch's."""
+    """Its kernel counts the targets of each worker; unsupported options use torch's."""
     task = Task(tasks.mlp, tasks.vectors, ALL_CROSS_ENTROPIES[name])
     together = run(make(task, gradients="vmap"), task)
     assert_same(together, run(make(task, gradients="loop"), task))
@@ -455,7 +455,7 @@ def test_the_global_generator_is_left_alone() -> None:
 
 
 class Branch(nn.Module):
-    """What vmap refuses: control flow that depends on data."""
+    """Data-dependent control flow, which vmap does not support."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Halve what is large."""
@@ -484,7 +484,7 @@ def test_what_vmap_refuses_runs_in_a_loop() -> None:
     "option", [{"max_norm": 0.5}, {"scale_grad_by_freq": True}, {"sparse": True}]
 )
 def test_embeddings_that_vmap_would_get_wrong_run_in_a_loop(option: dict[str, Any]) -> None:
-    """One table of all workers has other norms and frequencies than a worker's own."""
+    """A stacked table has other norms and frequencies than each worker's own."""
 
     def build() -> nn.Module:
         model = Tokens(4, nn.Tanh())
@@ -505,7 +505,7 @@ def test_embeddings_that_vmap_would_get_wrong_run_in_a_loop(option: dict[str, An
 
 @pytest.mark.parametrize("workers", [1, 2, 5, 40])
 def test_the_rule_changes_nothing(workers: int) -> None:
-    """Whatever it chooses, every worker is computed once per step, the first step included."""
+    """For every choice, each worker is computed once per step, also in the first step."""
     auto = run(make(CONVNET, workers, "complete", gradients="auto"), CONVNET, steps=14)
     assert auto.state_dict()["gradients"]["chunk"] is not None
     fixed = run(make(CONVNET, workers, "complete"), CONVNET, steps=14)
@@ -529,14 +529,14 @@ class Keeps(nn.Module):
     [(30, 3, 0), (30, 4, 4), (30, 40, 40), (20_000, 5, 5), (200_000, 5, 0), (20_000, 200, 67)],
 )
 def test_the_method_follows_from_numbers(numbers: int, workers: int, chunk: int) -> None:
-    """The loop for few workers and large layers, equal chunks in cache for others: by no clock."""
+    """A loop for few workers and large layers, equal chunks for others: nothing is timed."""
     task = Task(lambda: nn.Sequential(nn.Linear(9, 9), Keeps(numbers)), tasks.vectors)
     sim = run(make(task, workers, gradients="auto"), task, steps=1)
     assert sim.state_dict()["gradients"]["chunk"] == chunk
 
 
 def test_memory_decides_on_chunks_and_not_on_the_method() -> None:
-    """Where there is less than the rule would take, chunks are smaller, and a warning says so."""
+    """With less memory than the rule would use, chunks are smaller, with a warning."""
     rich = run(make(gradients="auto"), steps=1).state_dict()
     stacked = 3 * sum(p.nbytes for p in rich["parameters"].values())
     worker_bytes = rich["gradients"]["worker_bytes"]
@@ -637,7 +637,7 @@ def test_each_worker_is_clipped_by_its_own_norm() -> None:
 
 
 def test_what_an_optimizer_keeps_in_its_groups_is_each_workers_own() -> None:
-    """Counts and norms stay apart; a rate that a scheduler changes is changed for all, once."""
+    """Counts and norms are per worker; a scheduler changes the rate of all workers once."""
     sim = run(make(optimizer=Largest, order="atc"))
     models = tasks.train(MLP, parse("ring", 6), "atc", Largest, 4)
     close: dict[str, Any] = {"rtol": 0, "atol": 1e-10}
@@ -728,7 +728,7 @@ def _eights(worker: int, step: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("num_workers", [2, 5, 7])
 @pytest.mark.parametrize("text", ["ring", "exponential", "one_peer_exponential"])
 def test_shifted_rows_go_round_any_number_of_workers(text: str, num_workers: int) -> None:
-    """Where shifts meet or cross the end of the rows, mixing is W x all the same."""
+    """Shifts that coincide or wrap around still give W x."""
     round = parse(text, num_workers).round(1)
     x_WN = torch.randn(num_workers, 3, dtype=torch.float64)
     expected = round.matrix().toarray() @ x_WN.numpy()
@@ -750,7 +750,7 @@ def test_mixing_is_the_matrix_product(text: str, num_workers: int) -> None:
 
 
 def test_a_round_without_neighbours_costs_nothing() -> None:
-    """Between the averages of local SGD memory is not even read."""
+    """Between the averages of local SGD parameters are not read."""
     round = spaced(parse("complete", 8), 4).round(0)
     assert _kernel_of(round, torch.float32, torch.device("cpu")) is _nothing
 
@@ -818,7 +818,7 @@ def test_a_loaded_state_continues_bit_for_bit(optimizer: Any) -> None:
 def test_a_state_does_not_change_a_method_that_is_fixed(
     method: str, saved: int, chunk: int
 ) -> None:
-    """What a user asked for stays; what is to be found out is taken from the state."""
+    """A fixed method is kept; "auto" uses the method of the state."""
     state = run(make(), steps=1).state_dict()
     state["gradients"]["chunk"] = saved
     for steps in (0, 1):  # whether this one has run before or not
@@ -829,7 +829,7 @@ def test_a_state_does_not_change_a_method_that_is_fixed(
 
 
 def test_a_state_without_a_chunk_decides_nothing() -> None:
-    """From before the first step, or of a version that timed methods: what is known here stays."""
+    """A state from before the first step, or of an older version, does not change the method."""
     state = run(make(gradients="auto"), steps=1).state_dict()
     state["gradients"]["chunk"] = None
     for steps in (0, 1):
@@ -873,7 +873,7 @@ class TwoInputs(nn.Module):
 
 @pytest.mark.parametrize("gradients", ["vmap", "loop"])
 def test_several_inputs_frozen_and_unused_parameters(gradients: str) -> None:
-    """Tuples and dicts are arguments; the unused keeps its value in spite of weight decay."""
+    """Tuples and dicts are arguments; an unused parameter keeps its value despite weight decay."""
     model = TwoInputs().double()
     fill_(model)
     options: dict[str, Any] = {"dtype": torch.float64, "gradients": gradients}
@@ -1061,14 +1061,14 @@ def test_centralized_state_continues() -> None:
     ],
 )
 def test_what_cannot_work_is_refused_at_construction(options: dict[str, Any], message: str) -> None:
-    """Required, got, and what to do."""
+    """The error has what was required, what was given, and what to do."""
     with pytest.raises(UserError, match=message):
         make(**options)
 
 
 @pytest.mark.parametrize("kind", [Simulation, Centralized])
 def test_a_frozen_model_is_refused(kind: Any) -> None:
-    """In our words, not in those of torch's optimizer."""
+    """With our error, not that of torch's optimizer."""
     with pytest.raises(UserError, match="must have trainable parameters, got none"):
         kind(MLP.make().requires_grad_(False), MLP.loss, sgd, 6)
 

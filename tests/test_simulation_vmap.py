@@ -1,4 +1,4 @@
-"""Workers together by functorch's private names, and by public ones where a torch lacks them."""
+"""vmap by functorch's private names, and by the public API if a version of torch lacks one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PRIVATE = [
 
 
 def anew(module: ModuleType) -> ModuleType:
-    """Return a module that is imported once more, beside the one that is there."""
+    """Return a second import of a module, beside the existing one."""
     assert module.__file__ is not None
     spec = importlib.util.spec_from_file_location(f"{module.__name__}_anew", module.__file__)
     assert spec is not None
@@ -64,17 +64,17 @@ def test_a_torch_that_lacks_a_name_takes_public_ones(home: str, name: str) -> No
 
 @pytest.mark.parametrize("name", ["CVmapInterpreterPtr", "TransformType"])
 def test_a_torch_whose_names_mean_others_takes_public_ones(name: str) -> None:
-    """A name that is there without what is used of it is as good as gone."""
+    """A name without the attributes that are used counts as missing."""
     assert lacking(FUNCTORCH, name, found=object).FunctorchVmap is None
 
 
 def test_this_torch_has_all_names() -> None:
-    """Without a name less, functorch's are taken."""
+    """With this torch the private names are used."""
     assert anew(gradients).FunctorchVmap is functorch.FunctorchVmap
 
 
 def test_private_names_are_in_one_module() -> None:
-    """No other module of the package knows functorch's own."""
+    """No other module of the package uses private names of functorch."""
     source = Path(gossamer.__file__).parent
     having = {path.name for path in source.rglob("*.py") if "_functorch" in path.read_text()}
     assert having == {"functorch.py"}
@@ -136,7 +136,7 @@ def test_public_names_compute_the_same(
 def test_a_transform_inside_of_the_model_runs_in_a_loop(
     names: str, request: pytest.FixtureRequest
 ) -> None:
-    """Kernels know one dimension of workers; the warning names the layer and the user's line."""
+    """Kernels support one dimension of workers; the warning names the layer and the user's line."""
     if names == "public":
         request.getfixturevalue("public")
     task = Task(Inside, tasks.vectors)
@@ -149,7 +149,7 @@ def test_a_transform_inside_of_the_model_runs_in_a_loop(
 
 
 def test_a_warning_of_memory_names_the_users_line() -> None:
-    """Not one of ours, however deep it is found out."""
+    """Not a line of Gossamer, at any depth of the call."""
     task = ALL_TASKS["mlp"]
     sim = Simulation(task.make(), task.loss, SGD, WORKERS, gradients="vmap")
     held = 2 * sum(p.nbytes for p in sim.parameters.values())

@@ -333,7 +333,7 @@ PROVOKE: dict[str, Callable[[], object]] = {
     "unknown workload": lambda: workloads.find("digit-mlp"),
     "a profile must be": lambda: read_profile(Path("nowhere.json")),
     "a profile needs": lambda: measure(model := make_model(), sgd(model), "profile.json"),
-    "a report is of": lambda: write_report(Path("nowhere")),
+    "a report needs": lambda: write_report(Path("nowhere")),
     "pictures need plotly": draw_without_plotly,
 }
 IN_A_FOLDER: dict[str, Callable[[Path], object]] = {

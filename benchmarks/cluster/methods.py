@@ -1,7 +1,7 @@
 """The methods that are compared: one row of METHODS each.
 
-A setup function takes the model and the workers, and returns the function that does one whole
-training step. It is called in a process of its own with torch.distributed initialised.
+A setup function takes the model and the workers, and returns a function that does one complete
+training step. It is called in its own process with torch.distributed initialised.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Step = Callable[[], None]
 @final
 @dataclass(frozen=True, slots=True)
 class Workers:
-    """Who takes part, and what each trains on."""
+    """The workers, and their data."""
 
     rank: int
     world_size: int
@@ -48,7 +48,7 @@ Setup = Callable[[nn.Module, Workers], Step]
 
 def adam(params: Iterable[Tensor]) -> Optimizer:
     """Return the optimizer of all methods."""
-    # Fused, because it leaves the processors, which all hosts share, the most room.
+    # Fused, because it takes the least time of the processors, which all hosts share.
     return torch.optim.Adam(params, lr=1e-4, fused=True)
 
 
@@ -64,7 +64,7 @@ def training_step(model: nn.Module, optimizer: Optimizer, batch: Tensor) -> Step
 
 
 def local(model: nn.Module, workers: Workers) -> Step:
-    """Every worker for itself."""
+    """Local training without communication."""
     return training_step(model, adam(model.parameters()), workers.batch)
 
 
@@ -83,15 +83,15 @@ def ddp(
 
 
 def hook_bf16(wrapped: DistributedDataParallel) -> None:
-    """Let gradients be all-reduced in bfloat16, by torch's hook."""
-    # Under another name, because torch refuses this one without NCCL, though Gloo does it as well.
+    """All-reduce gradients in bfloat16, by torch's hook."""
+    # Under another name, because torch rejects this one without NCCL, although Gloo supports it.
     hook: Any = lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket)  # noqa: E731
     wrapped.register_comm_hook(dist.group.WORLD, hook)
 
 
 def hook_power_sgd(wrapped: DistributedDataParallel, *, rank: int) -> None:
-    """Let matrices of low rank be all-reduced in place of gradients: torch's PowerSGD."""
-    # From the third step on, the soonest that it takes: while others warm up.
+    """All-reduce low-rank matrices instead of gradients, by torch's PowerSGD hook."""
+    # From the third step on, the earliest possible, during the warm-up of the others.
     state = power_sgd.PowerSGDState(
         process_group=None, matrix_approximation_rank=rank, start_powerSGD_iter=2
     )
@@ -160,7 +160,7 @@ def gossip(model: nn.Module, workers: Workers, *, topology: str, **options: Any)
 
 
 def gossip_between_nodes(model: nn.Module, workers: Workers, *, sliced: bool) -> Step:
-    """DDP inside nodes and Gossamer between them, where each rank sends all, or its slice."""
+    """DDP inside nodes and Gossamer between them; each rank sends all, or only its slice."""
     ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
     mesh = init_device_mesh(
         "cpu",
@@ -180,7 +180,7 @@ METHODS: dict[str, Setup] = {
     LOCAL: local,
     "ddp": ddp,
     "ddp(bf16)": partial(ddp, hook=hook_bf16),
-    # In one bucket: over Gloo the collectives of two may come in another order on another rank.
+    # In one bucket: over Gloo two ranks may issue the collectives of two in different orders.
     "ddp(power_sgd rank 4)": partial(ddp, hook=partial(hook_power_sgd, rank=4), bucket_mb=1000),
     "diloco(h=4)": partial(diloco, period=4),
     "post_local_sgd(h=4)": partial(post_local, period=4),
@@ -208,11 +208,11 @@ NODE_METHODS: dict[str, Setup] = {
     "ddp and gossamer": partial(gossip_between_nodes, sliced=False),
     "ddp and gossamer(within)": partial(gossip_between_nodes, sliced=True),
 }
-"""Those that need nodes of several hosts."""
+"""Methods that need nodes of several hosts."""
 
 
 def missing(method: str) -> str:
-    """Return why a method cannot be measured here, or nothing."""
+    """Return why a method cannot be measured here; empty if it can."""
     if method.startswith("decent_dp") and importlib.util.find_spec("decent_dp") is None:
         return "decent-dp is not installed; pip install 'gossamer[peers]'"
     return ""

@@ -1,4 +1,4 @@
-"""From raw samples to one row per method, and rows to a table."""
+"""Turn raw samples into one row per method, and rows into a table."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gossamer.charts.theme import REFERENCE
 Sample = dict[str, Any]
 
 SATURATED = 0.9
-"""Share of the processors' time above which a row says more about them than about the links."""
+"""Share of the processors' time above which a row measures them rather than the links."""
 
 
 @final
@@ -37,13 +37,13 @@ class Row:
     """Sent per host, frame headers included."""
 
     cpu: float
-    """Share of the machine's processors in use, by whatever program."""
+    """Share of the machine's processors in use, by any program."""
 
     cpu_own: float
     """Share of them that the hosts' processes used; the rest is interrupts and other programs."""
 
     cpu_ms: float
-    """Of a host's own processes, per step: what a method computes where compute is emulated."""
+    """CPU time of a host's own processes per step: that of the method, if compute is emulated."""
 
     peak_mb: float
     ratio_to_limit: float
@@ -99,8 +99,8 @@ def times_of_rounds(
 
     Args:
         samples: of all hosts.
-        method: whose.
-        of_hosts: one number of all hosts' times; by default the slowest.
+        method: its name.
+        of_hosts: reduces the times of all hosts to one; by default the slowest.
     """
     by_round: dict[int, list[float]] = {}
     failed: set[int] = set()
@@ -134,7 +134,7 @@ _COLUMNS: dict[str, Callable[[Row], str]] = {
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Write the step times as bars, a group per rate; local steps, which do not wait, in grey."""
+    """Write the step times as bars, a group per rate; local steps in grey."""
     figure = page.subplots()
     methods = dict.fromkeys(row.method for row in rows)
     for method in methods:

@@ -24,7 +24,7 @@ console = Console(stderr=True, highlight=False, width=120)
 
 
 def start(main: Callable[..., None]) -> None:
-    """Run a benchmark from the command line; what a user caused is one line and exit code 2."""
+    """Run a benchmark from the command line; a UserError is one line and exit code 2."""
     try:
         typer.run(main)
     except UserError as error:
@@ -33,7 +33,7 @@ def start(main: Callable[..., None]) -> None:
 
 
 def layout_of(hosts: int, network: str) -> Layout:
-    """Return hosts on one switch of a rate, or, where it reads INSIDE/BETWEEN, in two nodes."""
+    """Return hosts on one switch with a rate, or for INSIDE/BETWEEN in two nodes."""
     if "/" not in network:
         return one_switch(hosts, network)
     if hosts % 2:
@@ -54,9 +54,9 @@ def measure(
     Args:
         task: what is measured.
         layout: hosts and links.
-        rate: what the rows call them.
+        rate: the name of the links in the rows.
         worker: the module that runs on each host.
-        variables: more of its environment.
+        variables: added to its environment.
     """
     samples: list[Sample] = []
 
@@ -76,13 +76,13 @@ def measure(
         try:
             cluster.run(command, environment=quiet, sink=collect)
         except HostFailed as error:
-            # What was measured before is worth a row.
+            # The rounds measured so far still make a row.
             console.print(str(error), markup=False)
     return samples, rows(samples, rate, min(host.rate_bits_s for host in layout.hosts))
 
 
 def environment() -> dict[str, Any]:
-    """Return what a run's first record says about the machine."""
+    """Return the facts about the machine that a run's first record has."""
     return {
         "schema": _SCHEMA,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),

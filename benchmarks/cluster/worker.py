@@ -1,8 +1,8 @@
-"""What runs on each host: every method of every round, each in a forked process of its own.
+"""Runs on each host: every method of every round, each in its own forked process.
 
-The parent imports torch once, with what it would import later, and starts nothing, so that a fork
-costs milliseconds, a failure stays within its method, and the peak memory is that of one method.
-Samples leave as lines on stdout that begin with SAMPLE.
+The parent imports torch once, with modules that it would import lazily, and starts no threads, so
+that a fork takes milliseconds, a failure affects only its method, and the peak memory is that of
+one method. Samples are printed to stdout as lines that start with SAMPLE.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def time_method(
     for _ in range(task.steps):
         step()
     elapsed_s = time.perf_counter() - start
-    # All clocks before anything else, such as counting bytes, takes time.
+    # Read all clocks first: counting bytes takes time.
     busy_s, own_s = _processor_s() - busy_before, time.process_time() - own_before
     available_s = elapsed_s * (os.cpu_count() or 1)
     return {
@@ -95,7 +95,7 @@ def time_method(
 
 
 def _sent_bytes() -> int:
-    """Return what left this host; on loopback (benchmarks.step) there is no wire to count on."""
+    """Return the bytes sent by this host; on loopback (benchmarks.step) they are not counted."""
     return sent_bytes() if os.environ["GLOO_SOCKET_IFNAME"] == INTERFACE else 0
 
 
@@ -118,7 +118,7 @@ def _child(task: Task, method: str, round_: int, port: int) -> None:
     sample: dict[str, object] = {"method": method, "round": round_, "rank": rank}
     try:
         sample |= time_method(task, method, rank, dist.get_world_size(), round_)
-        dist.barrier()  # whoever leaves resets connections that a slower host still reads from
+        dist.barrier()  # an exit resets connections that a slower host still reads from
     except Exception as error:
         traceback.print_exc()
         sample["error"] = f"{type(error).__name__}: {error}"
@@ -132,7 +132,7 @@ def main() -> None:
     task = Task(**json.loads(sys.argv[1]))
     torch.optim.SGD([torch.zeros(1)])  # the first optimizer imports the compiler, for 1.6 s
     fork = multiprocessing.get_context("fork")
-    # A port for each, because a slow host's last process may still hold the one before.
+    # One port each, because a slow host's last process may still use the previous one.
     ports = iter(range(_FIRST_PORT, 65536))
     for round_ in range(task.rounds):
         for method in task.methods:

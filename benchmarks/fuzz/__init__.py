@@ -1,4 +1,4 @@
-"""Inputs that nobody would write, for whatever reads what users write: see ``__main__``.
+"""Malformed inputs for all code that reads user input: see ``__main__``.
 
-``inputs`` has the strategies, ``kinds`` what is done with each, ``hunt`` how failures are found.
+``inputs`` has the strategies, ``kinds`` the code under test, ``hunt`` the search for failures.
 """

@@ -1,11 +1,12 @@
-"""Try inputs that nobody would write, and report those that are neither taken nor refused.
+"""Try malformed inputs, and report those that are neither accepted nor rejected with an error.
 
     python -m benchmarks.fuzz                      100,000 inputs of ten kinds
     python -m benchmarks.fuzz profiles --count 500
     python -m benchmarks.fuzz --seed 1             others
 
-An input must be taken, or refused in words: a traceback, a warning, a wait of more than 20 seconds
-or a file that is half written is a failure, and the exit code 1. Needs no network and no root.
+An input must be accepted, or rejected with a UserError: a traceback, a warning, a run time of more
+than 20 seconds or a partially written file is a failure, with exit code 1. Needs no network and no
+root.
 """
 
 from __future__ import annotations

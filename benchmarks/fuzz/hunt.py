@@ -1,4 +1,4 @@
-"""Try many inputs of one kind, and go on after a failure: one of each is kept."""
+"""Try many inputs of one kind, and continue after a failure; one input per failure is kept."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from benchmarks.fuzz.kinds import REFUSALS, Kind
 
 LIMIT_S = 20.0
-"""The longest that one input may take: a busy machine is slow, and a hang is longer."""
+"""The time limit of one input: enough for a busy machine, and less than a hang."""
 
 
 _LONGEST_MESSAGE = 5000
 
 
 class Hang(BaseException):
-    """An input took too long. No ``except Exception`` on its way may take it for another error."""
+    """An input took too long. A BaseException, so that no ``except Exception`` catches it."""
 
 
 class Failure(NamedTuple):
-    """What an input did that none should."""
+    """An unexpected error, and the input that caused it."""
 
     where: str
-    """The error, and the line that raised it: failures that share it count as one."""
+    """The error, and the line that raised it; failures with the same signature count as one."""
 
     given: str
     trace: str
@@ -39,7 +39,7 @@ class Failure(NamedTuple):
 
 @dataclass
 class Found:
-    """What came of the inputs of one kind."""
+    """The results of the inputs of one kind."""
 
     tried: int = 0
     refused: int = 0

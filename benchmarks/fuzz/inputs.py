@@ -1,7 +1,7 @@
-"""Strategies: inputs that are nearly right, and others that are not at all.
+"""Strategies for inputs that are nearly valid, and for others that are not.
 
-Most are made by breaking something valid in a few places, because what is wrong everywhere is
-refused by the first check. No string names a plug-in, which would run what it names.
+Most are mutations of a valid input in a few places, because an input that is wrong everywhere fails
+at the first check. No string names a plug-in, because that would execute code.
 """
 
 from __future__ import annotations
@@ -248,4 +248,4 @@ structures = st.recursive(
     ),
     max_leaves=8,
 )
-"""What a part says of the state that it holds."""
+"""The description of the state that a part holds."""

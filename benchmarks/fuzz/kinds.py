@@ -1,4 +1,4 @@
-"""What is done with each kind of input: it is taken, or refused in words that a user can read."""
+"""The code under test for each kind of input, which must accept it or raise a readable error."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from gossamer.topology import parse
 from gossamer.topology.summary import summarize
 
 REFUSALS = (UserError, DamagedError)
-"""What a user is told in one line; of checkpoints, what makes restore() take the one before."""
+"""Errors that a user reads in one line; for checkpoints, errors that make restore() skip one."""
 
 _FEW_WORKERS = 64
 
@@ -47,10 +47,10 @@ class Kind(NamedTuple):
 
     strategy: SearchStrategy[Any]
     use: Callable[[Any, Path], Any]
-    """Takes an input and an empty folder. Raises one of REFUSALS, or finds nothing wrong."""
+    """Takes an input and an empty folder; raises one of REFUSALS, or returns."""
 
     share: int
-    """Of a hundred inputs."""
+    """Share of this kind in a hundred inputs."""
 
 
 def use_topology(given: tuple[str, int], folder: Path) -> None:
@@ -64,7 +64,7 @@ def use_topology(given: tuple[str, int], folder: Path) -> None:
 
 
 def use_rate(text: str, folder: Path) -> None:
-    """Parse a rate; what is printed of it parses to nearly the same."""
+    """Parse a rate; its formatted form parses to nearly the same."""
     bits_s = parse_rate(text)
     assert math.isclose(parse_rate(format_rate(bits_s)), bits_s, rel_tol=1e-3)
 
@@ -97,7 +97,7 @@ def use_profile(content: bytes, folder: Path) -> None:
 
 
 def use_story(content: bytes, folder: Path) -> None:
-    """Read a run's file as a report does, beside one that is whole."""
+    """Read a run's file as a report does, beside an intact one."""
     (folder / "runs").mkdir()
     (folder / "runs" / "a.jsonl").write_bytes(content)
     store = Store(folder)
@@ -107,7 +107,7 @@ def use_story(content: bytes, folder: Path) -> None:
 
 
 def use_manifest(content: bytes, folder: Path) -> None:
-    """Read a checkpoint whose manifest says anything."""
+    """Read a checkpoint with an arbitrary manifest."""
     checkpoints = CheckpointFolder(folder, 0)
     checkpoints.of(1).mkdir()
     (checkpoints.of(1) / "checkpoint.json").write_bytes(content)
@@ -116,7 +116,7 @@ def use_manifest(content: bytes, folder: Path) -> None:
 
 
 def use_structure(structure: Any, folder: Path) -> None:
-    """Read a checkpoint whose part has the right checksum and says anything."""
+    """Read a checkpoint with an arbitrary part that has the right checksum."""
     checkpoints = CheckpointFolder(folder, 0)
     checkpoints.of(1).mkdir()
     part = checkpoints.of(1) / "part"
@@ -166,7 +166,7 @@ _arguments = st.one_of(
 
 
 def use_arguments(arguments: list[str], folder: Path) -> None:
-    """Give the command line arguments; what it prints as JSON is JSON."""
+    """Run the command line with arguments; its --json output must be JSON."""
     before = Path.cwd()
     os.chdir(folder)
     try:
@@ -184,7 +184,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def use_writes(given: tuple[str, int, bool], folder: Path) -> None:
-    """Write files while the disk fails at some call: each is whole, as before, or not there."""
+    """Write files while some disk call fails: each must be new, unchanged or absent."""
     text, fail_at, had_one = given
     path = folder / "file.json"
     if had_one:

@@ -1,7 +1,8 @@
-"""Seconds to a loss on slow links: real training, with compute emulated for the rest of a batch.
+"""Seconds to a loss on slow links: real training, with emulated compute of a larger batch.
 
 `python -m benchmarks.race --rate 300mbit`
 
-Ours are gossip as it is by default (one-peer exponential, overlapped) with AccumAdamW, in full and
-in few bits; and in four bits without overlap, which learns as much per step as all-reduce does.
+Gossamer's rows are gossip with its defaults (one-peer exponential, overlapped) and AccumAdamW, in
+full precision and in few bits; and in four bits without overlap, which learns as much per step as
+all-reduce.
 """

@@ -28,10 +28,12 @@ def main(  # noqa: PLR0913 - one parameter per option
     workload: Annotated[str, typer.Option(help="A transformer among the workloads.")] = (
         "stdlib-gpt"
     ),
-    width: Annotated[int, typer.Option(help="Of another model, 2 layers; 0 for its own.")] = 128,
-    steps: Annotated[int, typer.Option(help="Of DDP; its loss then is what others race to.")] = 200,
-    stretch: Annotated[float, typer.Option(help="Steps of others, in those of DDP.")] = 1.5,
-    evaluate_every: Annotated[int, typer.Option(help="Steps from point to point.")] = 20,
+    width: Annotated[
+        int, typer.Option(help="Width of a 2-layer model; 0 for the workload's.")
+    ] = 128,
+    steps: Annotated[int, typer.Option(help="Steps of DDP; its final loss is the target.")] = 200,
+    stretch: Annotated[float, typer.Option(help="Steps of others, relative to DDP's.")] = 1.5,
+    evaluate_every: Annotated[int, typer.Option(help="Steps between two evaluations.")] = 20,
     batch: Annotated[int, typer.Option(help="Samples per host and step.")] = 4,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 2e-3,
     compute_ms: Annotated[float, typer.Option(help="Emulated compute per step.")] = 100.0,
@@ -39,12 +41,12 @@ def main(  # noqa: PLR0913 - one parameter per option
     method: Annotated[list[str] | None, typer.Option(help="Only this; repeatable.")] = None,
     json_file: Annotated[
         Path | None,
-        typer.Option("--json", help="JSON lines, as they come; what is in it is not run again."),
+        typer.Option("--json", help="JSON lines; methods that it contains are not run again."),
     ] = None,
     page: Annotated[Path | None, typer.Option(help="Write curves: .html, .png or .svg.")] = None,
     figure: Annotated[Path | None, typer.Option(help="Write bars of times to the loss.")] = None,
 ) -> None:
-    """Train by each method, and say when it has the loss that DDP has at its end."""
+    """Train with each method, and print when it reaches DDP's final loss."""
     task = Task(
         methods=_methods(method or list(METHODS)),
         workload=workload,
@@ -74,11 +76,11 @@ def main(  # noqa: PLR0913 - one parameter per option
 
 
 class Results:
-    """Points of methods, in a file as they come.
+    """Points of methods, written to a file as they arrive.
 
     Args:
-        task: what is run; a file must be of the same.
-        path: of the file; None keeps them in memory.
+        task: what is run; an existing file must be of the same task.
+        path: of the file; None for memory only.
     """
 
     def __init__(self, task: Task, path: Path | None) -> None:
@@ -105,7 +107,7 @@ class Results:
             self._write({"kind": "run", **environment(), "setting": setting})
 
     def of_ended(self) -> list[Point]:
-        """Return the points of those that came to their end, method by method."""
+        """Return the points of methods that have finished."""
         return [
             point
             for method in METHODS
@@ -114,18 +116,18 @@ class Results:
         ]
 
     def left_of(self, rate: str) -> Task:
-        """Return what has not been run at a rate."""
+        """Return the methods that are left at a rate."""
         left = [name for name in self._task.methods if (rate, name) not in self._ended]
         losses = [p.loss for p in self._points if (p.rate, p.method) == (rate, REFERENCE)]
         return replace(self._task, methods=left, target=losses[-1] if losses else None)
 
     def add(self, point: Point) -> None:
-        """Take a point."""
+        """Add a point."""
         self._points.append(point)
         self._write({"kind": "point", **point._asdict()})
 
     def end(self, rate: str, method: str) -> None:
-        """Take that a method came to its end."""
+        """Record that a method has finished."""
         self._ended.add((rate, method))
         self._write({"kind": "end", "rate": rate, "method": method})
         last = [p for p in self._points if (p.rate, p.method) == (rate, method)][-1]

@@ -1,7 +1,7 @@
-"""Who races: one row of METHODS each.
+"""The methods that are compared: one row of METHODS each.
 
-A setup function takes the model and what it trains by, and returns what does one whole step of
-training with an input and its target.
+A setup function takes the model and its settings, and returns a function that does one complete
+training step with an input and its target.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 Setup = Callable[[nn.Module, Loss, float], Step]
 
 REFERENCE = "ddp"
-"""The method whose loss at its end the others race to."""
+"""The method whose final loss is the target of the others."""
 
 _BETAS, _DECAY = (0.9, 0.99), 0.1
 
@@ -91,7 +91,7 @@ def decent_dp(model: nn.Module, loss: Loss, lr: float, *, topology: str) -> Step
 
     def optimizer(params: list[tuple[str, Tensor]]) -> Optimizer:
         chosen = accum_adamw((param for _, param in params), lr)
-        chosen.set_num_workers(dist.get_world_size())  # as gossip tells it
+        chosen.set_num_workers(dist.get_world_size())  # as decentralize() does
         return chosen
 
     wrapped = DecentralizedDataParallel(model, optimizer, topology=topology, _local_world_size=1)
@@ -103,7 +103,7 @@ def decent_dp(model: nn.Module, loss: Loss, lr: float, *, topology: str) -> Step
 
 
 def gossip(model: nn.Module, loss: Loss, lr: float, **options: Any) -> Step:
-    """Gossamer as one line in an ordinary loop; overlapped (awc), where nothing else is said."""
+    """Gossamer as one line in an ordinary loop; overlapped (awc) by default."""
     optimizer = accum_adamw(model.parameters(), lr)
     gossamer.decentralize(model, optimizer, "one_peer_exponential", **options)
     return ordinary(model, loss, optimizer)
@@ -112,7 +112,7 @@ def gossip(model: nn.Module, loss: Loss, lr: float, **options: Any) -> Step:
 METHODS: dict[str, Setup] = {
     REFERENCE: ddp,
     "ddp(bf16)": partial(ddp, hook=cluster.hook_bf16),
-    # In one bucket: over Gloo the collectives of two come in another order on another rank.
+    # In one bucket: over Gloo two ranks may issue the collectives of two in different orders.
     "ddp(power_sgd rank 4)": partial(
         ddp, hook=partial(cluster.hook_power_sgd, rank=4), bucket_mb=1000
     ),

@@ -1,4 +1,4 @@
-"""From points on curves to who is first, as a table and a page."""
+"""Turn points of loss curves into times to a loss, as a table and a page."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _OURS, _OTHERS = PALETTE[0], "#c3cad2"
 
 
 class Point(NamedTuple):
-    """Where a method was."""
+    """Loss of a method at a step."""
 
     rate: str
     method: str
@@ -28,7 +28,7 @@ class Point(NamedTuple):
 
 
 def seconds_to(points: Sequence[Point], loss: float) -> float | None:
-    """Return when a curve first came to a loss, between two points by a straight line.
+    """Return when a curve first reaches a loss, by linear interpolation.
 
     >>> curve = [Point("", "", 0, 0.0, 3.0), Point("", "", 1, 10.0, 1.0)]
     >>> seconds_to(curve, 2.0)
@@ -46,7 +46,7 @@ def seconds_to(points: Sequence[Point], loss: float) -> float | None:
 
 
 def table(points: Sequence[Point]) -> Table:
-    """Return who takes how long to the loss that DDP has at its end."""
+    """Return the times of methods to DDP's final loss."""
     shown = Table("rate", "method", "ms/step", "last loss", f"s to {REFERENCE}'s loss", "of DDP's")
     for rate in dict.fromkeys(point.rate for point in points):
         times = times_to_end(points, rate)
@@ -64,7 +64,7 @@ def table(points: Sequence[Point]) -> Table:
 
 
 def times_to_end(points: Sequence[Point], rate: str) -> dict[str, float]:
-    """Return when each method that came to it had the loss that DDP has at its end."""
+    """Return the time to DDP's final loss of each method that reaches it."""
     curves = curves_at(points, rate)
     if REFERENCE not in curves:
         return {}
@@ -108,7 +108,7 @@ def draw(points: Sequence[Point], path: Path) -> None:
                 col=1,
             )
     figure.update_xaxes(title_text="seconds of training")
-    # From the second points on: the first is far above all that is compared.
+    # From the second point on: the first is far above the rest.
     later = [point.loss for point in points if point.step]
     if later:
         figure.update_yaxes(range=[min(later) - 0.03, max(later) + 0.03])
@@ -118,7 +118,7 @@ def draw(points: Sequence[Point], path: Path) -> None:
 
 
 def draw_bars(seconds: Mapping[str, Mapping[str, Sequence[float]]], path: Path) -> None:
-    """Write the time to DDP's loss as bars, a panel per rate, on a ground of its own.
+    """Write the time to DDP's loss as bars, a panel per rate, with its own background.
 
     Args:
         seconds: of each seed, by rate and method; infinite where a seed never has the loss. Bars

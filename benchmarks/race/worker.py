@@ -1,10 +1,10 @@
-"""What runs on each host: every method in turn, each in a forked process of its own.
+"""Runs on each host: every method in turn, each in its own forked process.
 
-Every rank trains on its own samples. Now and then the clock stops, and the mean of all replicas is
-evaluated, as a copy: what a method has in flight stays as it is, and lands meanwhile, so that one
-exchange in so many steps costs those nothing that overlap it. DDP trains for so many steps; others
-until they have the loss that it had then, or for a multiple of its steps. Points leave as lines on
-stdout, and a line at the end of each method.
+Every rank trains on its own samples. At intervals the clock stops, and a copy of the mean of all
+replicas is evaluated. An exchange in flight is not interrupted and completes meanwhile, so methods
+that overlap get one exchange per interval for free. DDP trains for a number of steps; others until
+they reach its final loss, or for a multiple of its steps. Points are printed to stdout as lines,
+and a line at the end of each method.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ _TESTS = 64
 @final
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What every host trains; the same on all of them."""
+    """The training task, the same on all hosts."""
 
     methods: list[str]
     workload: str
     width: int
-    """Of another transformer on the same bytes, in two layers; 0 for the workload's own model."""
+    """Width of a two-layer transformer on the same bytes; 0 for the workload's own model."""
 
     steps: int
     """Of DDP."""
@@ -57,13 +57,13 @@ class Task:
     """Of the others."""
 
     target: float | None
-    """The loss that DDP has at its end, where that is known."""
+    """DDP's final loss, if known."""
 
     evaluate_every: int
     batch: int
     lr: float
     compute_ms: float
-    """Emulated, of a step, besides what the samples here take."""
+    """Emulated compute of a step, in addition to the real one."""
 
     seed: int
     timeout_s: float
@@ -80,14 +80,14 @@ class Task:
 
 
 def race(task: Task, method: str, rank: int, size: int, target: Synchronized[c_double]) -> None:
-    """Train by one method, and print the loss of the mean replica as it goes.
+    """Train with one method, and print the loss of the mean replica.
 
     Args:
         task: what is trained.
-        method: by which.
+        method: its name.
         rank: of this host.
-        size: how many there are.
-        target: the loss of DDP at its end, which writes it.
+        size: number of hosts.
+        target: the file of DDP's final loss, which DDP writes.
     """
     leads = method == REFERENCE
     steps = task.steps if leads else task.most_steps
@@ -118,12 +118,12 @@ def race(task: Task, method: str, rank: int, size: int, target: Synchronized[c_d
 
 
 def make_model(width: int) -> nn.Module:
-    """Return a transformer on bytes, of more bytes to send than stdlib-gpt's own has."""
+    """Return a transformer on bytes that is larger than stdlib-gpt's."""
     return GPT(256, _CONTEXT, width=width, layers=2, heads=4)
 
 
 def with_emulated_compute(model: nn.Module, seconds: float) -> None:
-    """Let each block of a model take its share of the time of a larger batch."""
+    """Add a sleep to each block: its share of the compute time of a larger batch."""
     blocks = model.get_submodule("blocks")
     assert isinstance(blocks, nn.ModuleList), "a transformer of blocks"
     share_s, pace = seconds / len(blocks), Pace(0.0, 0)
@@ -144,7 +144,7 @@ def evaluate(
         mean.div_(size)
     tests = torch.arange(_TESTS)
     found = loss(judged(data.test_inputs[tests]), data.test_targets[tests])
-    dist.broadcast(found, 0)  # all stop at one step
+    dist.broadcast(found, 0)  # all stop at the same step
     return float(found)
 
 

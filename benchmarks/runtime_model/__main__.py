@@ -1,10 +1,9 @@
 """Predicted against measured iteration times in the lab: `python -m benchmarks.runtime_model`.
 
-In every round of a setting a profile is taken first, by training without communication; then each
-method is measured as in benchmarks.cluster. A setting is predicted from one of its profiles, the
-middle one, and from nothing else. What is compared is the mean over hosts and steps, which is what
-the model predicts: where compute times vary, the slowest host of a few steps is slower than that by
-chance.
+In every round of a setting a profile is measured first, by training without communication; then
+each method is measured as in benchmarks.cluster. A setting is predicted only from the median of its
+profiles. The comparison uses the mean over hosts and steps, which is what the model predicts: if
+compute times vary, the slowest host of a few steps is slower than that by chance.
 """
 
 from __future__ import annotations
@@ -130,7 +129,7 @@ def _measure_setting(task: Task, hosts: int, network: str, json_file: Path | Non
 
 
 def _middle(plans: list[Plan]) -> Plan:
-    """Return the plan of the middle round by DDP's time, which compute and links have a part in."""
+    """Return the plan of the median round by DDP's time, which depends on compute and links."""
 
     def ddp_s(plan: Plan) -> float:
         return next(row.prediction.mean_s for row in plan.rows if row.method == DDP)
@@ -139,7 +138,7 @@ def _middle(plans: list[Plan]) -> Plan:
 
 
 def gossiping_on(method: str) -> str:
-    """Return the topology of a method that gossips, and nothing for others."""
+    """Return the topology of a gossip method; empty for others."""
     return method.removeprefix("gossamer(")[:-1] if method.startswith("gossamer(") else ""
 
 

@@ -3,8 +3,8 @@
     python -m benchmarks.runtime_model.example --rate 100mbit --rate 3mbit
 
 At each rate the example runs on two hosts for some epochs: with the two lines that profile it, as
-it is, and as examples/ddp.py. One JSON line per rate. An advice is right where no other was faster
-by more than what a plan finds worth a change.
+it is, and as examples/ddp.py. One JSON line per rate. A recommendation is right if no other method
+was faster by more than the least saving that a plan recommends.
 """
 
 from __future__ import annotations

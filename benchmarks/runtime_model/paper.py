@@ -54,7 +54,7 @@ VARIANCE = 0.0134
 """Of the transformer, as the paper measured it."""
 
 HOST_MS = 33.0
-"""What one core needs to issue the operations of a step; see `host`."""
+"""The time of one core to issue the operations of a step; see `host`."""
 
 
 class Cluster(NamedTuple):
@@ -162,13 +162,13 @@ def _draw(exchange_s: np.ndarray, points: dict[tuple[float, str], list[float]], 
 @app.command()
 def table(
     least_ms: Annotated[
-        list[float], typer.Option(help="Compute is never less than this; repeatable.")
+        list[float], typer.Option(help="Lower bound of the compute time; repeatable.")
     ] = [0.0, HOST_MS],  # noqa: B006
 ) -> None:
     """Predict the published times: one efficiency per cluster, fitted at its smallest scale.
 
-    Compute is in inverse proportion to the workers, because the paper's batch is fixed, but not
-    less than given: by default without a limit, then with what a host needs to issue a step.
+    Compute is inversely proportional to the workers, because the paper's batch is fixed, with a
+    lower bound: by default none, then the time that a host needs to issue a step.
     """
     for least in least_ms:
         rows = [row for cluster in CLUSTERS for row in _predict_cluster(cluster, least / 1e3)]
@@ -261,9 +261,9 @@ def _print_table(rows: list[Row], title: str) -> None:
 
 @app.command()
 def host(steps: int = 20) -> None:
-    """Measure what one core needs to issue a step of a 6 + 6 layer transformer, in milliseconds.
+    """Measure the time of one core to issue a step of a 6 + 6 layer transformer, in milliseconds.
 
-    Widths are tiny, so that computing costs next to nothing; forward, backward, clipping and Adam.
+    Widths are tiny, so that compute is negligible; forward, backward, clipping and Adam.
     """
     torch.set_num_threads(1)
     width, tokens = 16, torch.randint(32, (2, 3))

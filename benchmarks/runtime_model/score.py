@@ -1,4 +1,4 @@
-"""How far predictions are from measurements, and whether they would have advised well."""
+"""Errors of predictions, and the quality of the recommendations based on them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Point:
 
     @property
     def setting(self) -> tuple[int, str, float]:
-        """What all methods that are compared have in common."""
+        """The fields that compared methods share."""
         return self.hosts, self.network, self.variance
 
 
@@ -65,10 +65,10 @@ class Score:
 
     ranked_right: float
     settings: int
-    """Whose advised method counts."""
+    """Settings whose recommended method counts."""
 
     worst_advice: float
-    """By how much the advised method was slower than the fastest that counts, at worst."""
+    """How much slower the recommended method was than the fastest that counts, at worst."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return it for a JSON line; null where there is nothing to score."""
@@ -79,7 +79,7 @@ class Score:
 
 
 def score(points: Sequence[Point]) -> Score:
-    """Return how good predictions were."""
+    """Return the score of predictions."""
     counted = [(p, p.measured_ms) for p in points if p.measured_ms is not None and not p.saturated]
     errors = [abs(point.error) for point, _ in counted]
     right: list[bool] = []
@@ -105,7 +105,7 @@ def score(points: Sequence[Point]) -> Score:
 
 
 def table(points: Sequence[Point]) -> Table:
-    """Return the points; a star marks saturated processors, an arrow what was advised."""
+    """Return the points; a star marks saturated processors, an arrow the recommended method."""
     table = Table("hosts", "network", "variance", "method")
     for heading in ("measured", "range", "predicted", "error", "CPU"):
         table.add_column(heading, justify="right")

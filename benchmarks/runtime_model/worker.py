@@ -1,4 +1,4 @@
-"""What runs on each host: the methods of benchmarks.cluster, and one that writes a profile."""
+"""Runs on each host: the methods of benchmarks.cluster, and one that writes a profile."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ FOLDER, STEPS = "GOSSAMER_PROFILES", "GOSSAMER_PROFILE_STEPS"
 
 
 def aer_of(workers_per_node: int) -> str:
-    """Return AER on the nodes that there are; where each host is a node, on hosts in pairs."""
+    """Return AER on the nodes of the layout; if each host is a node, on pairs of hosts."""
     return f"aer(workers_per_node={max(2, workers_per_node)})"
 
 
 def profiled(model: nn.Module, workers: Workers) -> Step:
-    """Local training that is timed."""
+    """Local training with a profile."""
     assert isinstance(model, EmulatedModel)
-    # Other compute times than those that the methods will draw: a prediction must not know them.
+    # Other random compute times than those of the methods: a prediction must not know them.
     for _ in range(1000):
         model.pace.advance()
     optimizer = adam(model.parameters())
     steps = int(os.environ[STEPS])
-    # A file for each round, which has a port of its own.
+    # One file per round, named by its port.
     path = Path(os.environ[FOLDER]) / f"{os.environ['MASTER_PORT']}.json"
     measure(model, optimizer, path, steps=steps, warmup=WARMUP, name="emulated")
     return training_step(model, optimizer, workers.batch)

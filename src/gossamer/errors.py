@@ -1,23 +1,23 @@
-"""What a user can cause: one type of exception, and a hint at what was meant."""
+"""The exception for errors that a user can cause, and hints for misspelt names."""
 
 import difflib
 from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """A request that cannot be met: says what was required, what was given, and what to do.
+    """An invalid request. The message has what was required, what was given, and what to do.
 
-    The command line prints it in one line, without a traceback; every other exception is a
-    defect of ours and keeps its traceback.
+    The command line prints it in one line, without a traceback; every other exception is a bug and
+    keeps its traceback.
     """
 
 
 class ImpossibleError(UserError):
-    """Each part is known, but they do not go together, such as a torus of 7 workers."""
+    """Valid names in an impossible combination, such as a torus of 7 workers."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint at what was meant.
+    """Return a hint: the most similar name, or all names.
 
     >>> nearest("rign", ["ring", "torus"])
     "did you mean 'ring'?"
@@ -27,7 +27,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def nearest_in_brackets(name: str, known: Iterable[str]) -> str:
-    """Return a hint that stands within a sentence; nothing where no name is near.
+    """Return a hint in brackets; empty if no name is similar.
 
     >>> nearest_in_brackets("rign", ["ring", "torus"])
     " (did you mean 'ring'?)"
@@ -42,13 +42,13 @@ def _question(name: str, known: Iterable[str]) -> str:
 
 
 def quoted(value: object, most: int = 80) -> str:
-    """Return what was given as an error shows it: in quotes, and cut where it is long.
+    """Return the repr of a value for an error, truncated if it is long.
 
     >>> quoted("ring"), quoted("9" * 400, most=12)
     ("'ring'", "'9999999999… (402 characters)")
     """
     try:
         text = repr(value)
-    except ValueError:  # whole numbers of more than 4300 digits
+    except ValueError:  # Python refuses to print integers of more than 4300 digits
         return f"a {type(value).__name__} that is too long to show"
     return text if len(text) <= most else f"{text[: most - 1]}… ({len(text)} characters)"

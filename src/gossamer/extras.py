@@ -1,7 +1,7 @@
-"""Libraries that only some tasks need: imported when they are used, and named where missing.
+"""Optional dependencies: imported when they are used, and named in the error if missing.
 
-All of the package's are imported through ``needed_by``, but for what goes on without: norms are not
-kept where there is no polars.
+All optional imports of the package go through ``needed_by``, except where the package works without
+the library: norms are not stored if polars is missing.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from contextlib import contextmanager
 from gossamer.errors import UserError
 
 _DISTRIBUTIONS = {"PIL": "Pillow", "sklearn": "scikit-learn"}
-"""What is installed, where it has another name than what is imported."""
+"""Names of distributions that differ from the name of the module."""
 
 
 @contextmanager
 def needed_by(task: str, extra: str = "bench") -> Generator[None]:
-    """Let an import that fails in this block say what to install.
+    """Turn an ImportError in this block into a UserError that says what to install.
 
     Args:
-        task: who needs the library, with the verb, such as ``"pictures need"``.
-        extra: of the package, which brings the library.
+        task: the subject and verb of the error, such as ``"pictures need"``.
+        extra: the extra of the package that installs the library.
     """
     try:
         yield

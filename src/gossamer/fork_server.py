@@ -1,7 +1,7 @@
-"""What the server that forks runs imports first: it ends with the runner, and at once.
+"""Preloaded by the fork server of runs, so that it dies with the runner.
 
-By itself it would end when nobody can ask it for a process any more. It would not notice while it
-imports, nor as long as one of its processes goes on.
+By itself a fork server ends when its pipe to the runner is closed, but it does not notice that
+during its imports, nor as long as one of its children lives.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The memory of this process: what it may take, and what it keeps of what it frees."""
+"""The memory of this process: how much is available, and how malloc keeps freed blocks."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ import sys
 from pathlib import Path
 
 _KEPT_BYTES = 256 << 20
-"""What stays with the process."""
+"""Freed memory that malloc keeps at the top of the heap."""
 
 _LARGEST_BLOCK_BYTES = 32 << 20
-"""Of those that stay; some versions of glibc take no more."""
+"""Larger blocks are mapped one by one; some versions of glibc accept no higher threshold."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Of malloc.h."""
+"""Constants of malloc.h."""
 
 
 def keep_freed_memory() -> None:
-    """Let the process keep memory that it frees, for the next chunk, where glibc has the say.
+    """Let glibc's malloc keep freed memory for the next chunk.
 
-    By default it maps large blocks one by one and gives them back at once, so that pages come and
-    go with every chunk, which takes longer than a small model's products.
+    By default it maps large blocks one by one and unmaps them when they are freed. The page faults
+    of every chunk then take longer than the matrix products of a small model.
     """
     if sys.platform != "linux":
         return
@@ -32,7 +32,7 @@ def keep_freed_memory() -> None:
 
 
 def free_bytes() -> float:
-    """Return the memory that a process can take without swapping; infinite where it is unknown."""
+    """Return the memory that can be allocated without swapping; infinite if unknown."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -42,7 +42,7 @@ def free_bytes() -> float:
 
 
 def _cgroup_bytes() -> float:
-    """Return what the process's control group (version 2) and those above it leave free."""
+    """Return the free memory of the process's cgroup (version 2) and its ancestors."""
     root = Path("/sys/fs/cgroup")
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
@@ -55,7 +55,7 @@ def _cgroup_bytes() -> float:
 
 
 def group_bytes(folder: Path) -> float:
-    """Return what one control group leaves free, files that it can drop included."""
+    """Return the free memory of one cgroup, including its reclaimable file cache."""
     try:
         limit = (folder / "memory.max").read_text().strip()
         if limit == "max":

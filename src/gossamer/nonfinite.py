@@ -1,7 +1,7 @@
-"""Workers whose parameters are not finite, or grow beyond measure: how it is found and said.
+"""Detect and report workers whose parameters are not finite, or grow absurdly.
 
-Both engines leave a worker whose parameters are not finite out of a round: it neither gives nor
-takes (``Round.without``). After some rounds in a row they raise.
+Both engines leave such a worker out of a round: it neither sends nor receives
+(``Round.without``). After a number of consecutive rounds they raise.
 """
 
 # W: workers, N: numbers per worker, T: tensors, S: suspects
@@ -20,20 +20,20 @@ from gossamer.errors import UserError
 from gossamer.topology.arrays import BoolArray, FloatArray
 
 _MEASURED_AS = {torch.float16: torch.float32}
-"""For numbers whose squares overflow soon."""
+"""Accumulate norms of these types in a wider one: their squares overflow."""
 
 _PARAMETERS = "parameters"
 
 _ABSURD_GROWTH = 10.0
-"""By this factor no parameters grow in a step of training that goes well."""
+"""Growth of parameters in one step that never occurs in stable training."""
 
 
 class NonFiniteError(RuntimeError):
-    """Parameters have not been finite for too many rounds in a row.
+    """Parameters were not finite in too many consecutive rounds.
 
     Args:
-        message: whose, and since when.
-        workers: those of whom it is said.
+        message: names the workers and the step.
+        workers: those whose parameters are not finite.
     """
 
     def __init__(self, message: str, workers: Sequence[int]) -> None:
@@ -43,17 +43,17 @@ class NonFiniteError(RuntimeError):
 
 @torch.no_grad()
 def measured_norms(tensors: Iterable[Tensor]) -> FloatArray:
-    """Return the L2 norm of all numbers of each worker, [W]; NaN where one of them is not finite.
+    """Return the L2 norm of each worker's parameters, [W]; NaN if one of them is not finite.
 
     Args:
         tensors: stacked, [W, ...]; a row per worker.
     """
     flat = [tensor.reshape(len(tensor), tensor[0].numel()) for tensor in tensors]
-    # One pass that keeps nothing: a finite norm is of finite numbers.
+    # A single pass without temporaries: a finite norm implies finite numbers.
     norms_TW = torch.stack([_norms(x_WN).double() for x_WN in flat])
     norms_W = torch.linalg.vector_norm(norms_TW, dim=0)
     suspects = (~norms_W.isfinite()).nonzero().flatten()
-    if len(suspects):  # or squares have overflowed: 0 · x tells, for it is 0 or NaN
+    if len(suspects):  # the squares may have overflowed; 0 · x is NaN only for non-finite x
         zeros_TS = torch.stack([(x_WN[suspects] * 0).sum(1).double() for x_WN in flat])
         norms_W[suspects] += zeros_TS.sum(0)
     return norms_W.numpy(force=True)
@@ -64,25 +64,25 @@ def _norms(x_WN: Tensor) -> Tensor:
 
 
 def check_limit(nonfinite_rounds: int) -> None:
-    """Raise unless it is a number of rounds."""
+    """Raise on a negative number of rounds."""
     if nonfinite_rounds < 0:
         raise UserError(
             f"nonfinite_rounds must be at least 0, got {nonfinite_rounds}; 0 never raises, and "
-            "leaving it out raises after 10 rounds"
+            "the default raises after 10 rounds"
         )
 
 
 @final
 class ParameterWatch:
-    """Looks at the norms of workers from round to round; says what is wrong once for each worker.
+    """Monitors the norms of workers from round to round; warns once per worker and problem.
 
     Args:
-        kind: what a worker is called.
-        workers: those that are watched.
-        norms: of their parameters at the beginning.
-        limit: after so many rounds in a row in which one was not finite it raises; 0 for never.
-        log: where it is said.
-        what: what is looked at, a plural.
+        kind: the word for a worker in messages.
+        workers: those that are monitored.
+        norms: of their initial parameters.
+        limit: raise after so many consecutive rounds in which one was not finite; 0 for never.
+        log: for warnings.
+        what: the tensors in messages, a plural.
     """
 
     def __init__(
@@ -107,11 +107,11 @@ class ParameterWatch:
         """Return which workers are finite in a round.
 
         Args:
-            norms: of each worker's parameters, NaN where they are not finite.
-            step: the step that the round is of.
+            norms: of each worker's parameters, NaN if they are not finite.
+            step: the step of the round.
 
         Raises:
-            NonFiniteError: one was not in too many rounds in a row.
+            NonFiniteError: a worker was not finite in too many consecutive rounds.
         """
         self._look_at_growth(norms, step)
         finite = ~np.isnan(norms)
@@ -121,22 +121,22 @@ class ParameterWatch:
             stopped: list[int] = self._workers[self._in_a_row >= self._limit].tolist()
             raise NonFiniteError(
                 f"{self._what} must be finite, got those of {self._named(stopped)}, which were not "
-                f"{self._when(step)}; lower the learning rate, clip gradients, or go on from a "
-                "checkpoint before that",
+                f"{self._when(step)}; lower the learning rate, clip gradients, or resume from "
+                "an earlier checkpoint",
                 stopped,
             )
         return finite
 
     def forget_norms(self) -> None:
-        """Let the next norms be any: parameters have been replaced."""
+        """Skip the check of growth in the next round, after parameters were replaced."""
         self._norms = np.zeros_like(self._norms)
 
     def say_left_out(self, workers: Iterable[int], step: int) -> None:
         """Log that workers are left out, once for each."""
         if new := self._unsaid("left out", workers):
             self._log.warning(
-                "the %s of %s are not finite at step %d: nobody mixes with them, and others"
-                " keep that weight on their own",
+                "the %s of %s are not finite at step %d: the round leaves them out, and neighbours"
+                " keep that weight on their own parameters",
                 self._what,
                 self._named(new),
                 step,
@@ -144,14 +144,14 @@ class ParameterWatch:
 
     def _look_at_growth(self, norms: FloatArray, step: int) -> None:
         before, self._norms = self._norms, norms
-        if self._what != _PARAMETERS:  # gradients, and what follows them, grow and shrink
+        if self._what != _PARAMETERS:  # gradients, and state derived from them, may grow
             return
-        absurd = (before > 0) & (norms > _ABSURD_GROWTH * before)  # not where one is NaN
+        absurd = (before > 0) & (norms > _ABSURD_GROWTH * before)  # False for NaN
         for worker in self._unsaid("grown", self._workers[absurd].tolist()):
             (place,) = np.flatnonzero(self._workers == worker)
             self._log.warning(
                 "the %s of %s %d have grown from a norm of %.3g to %.3g in one step, at "
-                "step %d: others mix with them; look at its learning rate, gradients and data",
+                "step %d: other workers mix with them; check its learning rate, gradients and data",
                 self._what,
                 self._kind,
                 worker,
@@ -161,7 +161,7 @@ class ParameterWatch:
             )
 
     def _unsaid(self, what: str, workers: Iterable[int]) -> list[int]:
-        """Return those of whom this has not been said, and note that it now is."""
+        """Return the workers without this warning so far, and mark them as warned."""
         new = sorted(worker for worker in workers if (what, worker) not in self._said)
         self._said.update((what, worker) for worker in new)
         return new

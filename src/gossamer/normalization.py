@@ -1,4 +1,4 @@
-"""Running statistics of normalization layers: which buffers they are, and what happens to them."""
+"""Running statistics of normalization layers: their buffers, and whether these are mixed."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from gossamer.errors import UserError, nearest
 
 
 class StatisticsRule(NamedTuple):
-    """What happens to running statistics besides their use."""
+    """How running statistics are shared between workers."""
 
     averaged: bool
-    """In the average model."""
+    """Whether the average model has their average."""
 
     mixed: bool
-    """At every step, as parameters are."""
+    """Whether they are mixed at every step, like parameters."""
 
 
 RULES: dict[str, StatisticsRule] = {
@@ -28,7 +28,7 @@ RULES: dict[str, StatisticsRule] = {
 
 
 def rule_of(buffers: str) -> StatisticsRule:
-    """Return the rule of a name."""
+    """Return the rule with a name."""
     if buffers not in RULES:
         raise UserError(
             f"buffers must be one of {', '.join(RULES)}, got {buffers!r}; {nearest(buffers, RULES)}"

@@ -1,7 +1,7 @@
-"""Pictures of topologies: the graph and the matrix of each round, and the race to consensus.
+"""Pictures of topologies: the graph and the matrix of each round, and the decay of consensus error.
 
-Figures are plotly's, which ``charts.page.save`` writes. Workers stand on a circle, computed here:
-networkx' layouts are of its own graphs, node by node, and would be converted from arrays and back.
+Figures are plotly's; ``charts.page.save`` writes them. The circular layout is computed here: those
+of networkx would need a conversion of the arrays to its graphs and back.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 MAX_WORKERS = 4096
-"""Of a picture, whose matrix is dense before it is shrunk."""
+"""The most workers of a picture, whose matrix is dense before it is reduced."""
 
 MAX_ROUNDS = 32
 _MAX_EDGES_DRAWN = 3000
@@ -36,15 +36,15 @@ _POINTS_PER_CURVE = 9
 _DASHES = ("solid", "dash", "dot", "longdash")
 _THUMBNAIL_DASHES = ("none", "7 4", "2 3", "8 3 2 3")
 _WORKER = "#52606d"
-"""With white letters on it, and seen on white and on black."""
+"""Readable under white labels, and visible on white and on black."""
 
 
 def check_drawable(num_workers: int, num_rounds: int = 1) -> None:
-    """Raise where a picture would take gigabytes."""
+    """Raise if a picture would need gigabytes of memory."""
     if num_workers > MAX_WORKERS or num_rounds > MAX_ROUNDS:
         raise UserError(
-            f"a picture is of up to {MAX_WORKERS:,} workers and {MAX_ROUNDS} rounds, got "
-            f"{num_workers:,} workers and {num_rounds}; draw a smaller one, which looks alike"
+            f"a picture can have up to {MAX_WORKERS:,} workers and {MAX_ROUNDS} rounds, got "
+            f"{num_workers:,} workers and {num_rounds}; draw a smaller one, which looks similar"
         )
 
 
@@ -130,15 +130,15 @@ def gallery(schedules: Sequence[Schedule], steps: int = 16) -> Figure:
 
 
 def thumbnail(schedule: Schedule, color: str, step: int = 0) -> str:
-    """Return the graph of a step as a small SVG, to stand in a page.
+    """Return the graph of a step as a small SVG for a page.
 
-    Workers have the colour of the text around. Of a schedule that repeats itself, the first rounds
-    are drawn, at most four, each in another dash.
+    Workers have the colour of the surrounding text. For a periodic schedule the first rounds are
+    drawn, at most four, each with another dash.
 
     Args:
-        schedule: whose graph it is.
+        schedule: the rounds.
         color: of the edges.
-        step: which round is drawn where rounds do not repeat.
+        step: the round to draw if the schedule is not periodic.
     """
     rounds = [schedule.round(step)]
     if schedule.period is not None:
@@ -174,9 +174,9 @@ def _finish(figure: Figure, *, title: str, width: int, height: int, legend: bool
 
 
 def first_rounds(schedule: Schedule, limit: int) -> list[tuple[int, Round]]:
-    """Return the steps and rounds worth showing: of a cycle at most, without repeated ones.
+    """Return the steps and rounds to show: at most one cycle, without equal successive rounds.
 
-    Steps in which nobody hears anybody, as most of local SGD's, are passed over where others do.
+    Steps without an exchange, such as most of local SGD's, are skipped if others have one.
     """
     shown: list[tuple[int, Round]] = []
     seen = 0
@@ -200,7 +200,7 @@ def _short_title(schedule: Schedule) -> str:
 def _add_graph(
     figure: Figure, rounds: Sequence[Round], *, row: int, column: int, labels: bool = True
 ) -> None:
-    """Draw workers on a circle and, for each round in a colour, who hears whom."""
+    """Draw workers on a circle and the edges of each round in its own colour."""
     num_workers = rounds[0].num_workers
     points = _circle(num_workers)
     at: dict[str, Any] = {"row": row, "col": column}
@@ -263,7 +263,7 @@ def _edges_to_draw(round: Round, most: int) -> tuple[IntArray, IntArray, float]:
 
 
 def _curves(starts: FloatArray, ends: FloatArray) -> FloatArray:
-    """Return [edges, points + 1, 2]: curves towards the middle, the longer the more; then a gap."""
+    """Return [edges, points + 1, 2]: curves bent towards the centre, long ones more; then a gap."""
     t = np.linspace(0, 1, _POINTS_PER_CURVE)[None, :, None]
     bend = _bends(starts, ends)[:, None, :]
     curves = (1 - t) ** 2 * starts[:, None] + 2 * t * (1 - t) * bend + t**2 * ends[:, None]
@@ -308,7 +308,7 @@ def _hover_texts(round: Round) -> list[str]:
 
 
 def _add_matrix(figure: Figure, round: Round, *, row: int, column: int) -> None:
-    """Draw W as a heat map: row i is what worker i gives to each sender."""
+    """Draw W as a heat map: row i has the weights of worker i for each sender."""
     dense, block = _shrink(round.matrix().toarray())
     gap = 1 if len(dense) <= 40 else 0
     figure.add_heatmap(
@@ -347,7 +347,7 @@ def _add_race(
     errors = np.concatenate([[1.0], consensus_decay(schedule, steps)])
     by_worker = [schedule.round(step).copies_sent for step in range(steps)]
     sent = np.concatenate([[0.0], np.cumsum(by_worker, axis=0).max(axis=1)])
-    # Zero has no place on a logarithmic axis: an exact average leaves through the floor.
+    # A logarithmic axis has no zero: an exact average is drawn below its lower edge.
     shown = np.maximum(errors, 1e-9)
     line = {
         "color": PALETTE[index % len(PALETTE)],

@@ -22,7 +22,7 @@ RESULTS: frozenset[Status] = frozenset({"done", "diverged"})
 
 
 Count: TypeAlias = Annotated[int, Field(ge=0, lt=2**63)]
-"""What fits in a column of a table."""
+"""An integer that fits in a column of a table."""
 
 _Limited: TypeAlias = Annotated[int, Field(ge=0, le=10**9)]
 
@@ -83,7 +83,7 @@ class WorkloadFacts(BaseModel):
     """The metric at which the workload counts as trained."""
 
     evaluate_samples: Count = 0
-    """Of its recipe."""
+    """The default of its recipe."""
 
 
 class Started(_Record):
@@ -103,7 +103,7 @@ class Started(_Record):
     """None in old records."""
 
     parameter_bytes: Count = 0
-    """Of the parameters that one worker trains; 0 in old records."""
+    """Size of the parameters that one worker trains; 0 in old records."""
 
 
 class Spread(NamedTuple):
@@ -139,7 +139,7 @@ class Step(_Record):
     since the record before."""
 
     dispersion_step: Count | None = None
-    """The step that it is of: the last one that was mixed. None in old records: ``step``."""
+    """The step it was measured at: the last one that was mixed. None in old records: ``step``."""
 
     rounds: Count
     """How often this step mixed, or the next one does where exchanges overlap with gradients."""
@@ -172,7 +172,7 @@ class Norms(_Record):
 
     tensors: list[str]
     norms: list[list[float]]
-    """Of each tensor those of all workers."""
+    """For each tensor the norms of all workers."""
 
 
 class Evaluation(_Record):
@@ -190,7 +190,7 @@ class Evaluation(_Record):
     bytes_sent: float
     train_s: float
     samples: Count | None = None
-    """How many of these samples it is on; None for all of them, as it is at the end."""
+    """The number of samples that were used; None for all of them, as at the end."""
 
 
 class Ended(_Record):
@@ -199,7 +199,7 @@ class Ended(_Record):
     kind: Literal["ended"] = "ended"
     status: Status
     reason: str = ""
-    """Why, where it is not done."""
+    """The reason of a status other than done."""
 
     steps: Count = 0
     train_s: float = 0.0

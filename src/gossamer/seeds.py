@@ -1,4 +1,4 @@
-"""Seeds that a simulated and a real run have in common: both draw the same."""
+"""Seeds that simulated and real runs share, so that both draw the same random numbers."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 
 
 def worker_seed(seed: int, worker: int, step: int) -> int:
-    """Return the seed of what a worker draws in a step's forward pass (dropout masks).
+    """Return the seed of a worker's random numbers in a step's forward pass (dropout masks).
 
     A real run draws the same with ``torch.manual_seed(worker_seed(seed, rank, step))`` before its
     forward pass.

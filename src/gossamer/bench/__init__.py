@@ -1,4 +1,4 @@
-"""DBench: experiments that compare ways to train, a runner that loses nothing, and a report."""
+"""DBench: experiments that compare ways to train, a resumable runner, and a report."""
 
 from gossamer.bench.experiment import Experiment, load
 from gossamer.bench.matrix import Matrix, expand

@@ -1,4 +1,4 @@
-"""One run in a process of its own, forked from a server that has imported this module."""
+"""One run in its own process, forked from a server that has imported this module."""
 
 from __future__ import annotations
 
@@ -23,29 +23,29 @@ from gossamer.engine.handover import receive
 from gossamer.lifeline import end_with_parent
 from gossamer.records import Ended, Record
 
-# The first optimizer of a process imports hundreds of modules; here the server does it for all.
+# The first optimizer imports hundreds of modules; here the fork server does it once for all runs.
 torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
 
 _LAST_WORDS_S = 0.3
-"""How long a process may take to end what it has started, when the runner is gone."""
+"""How long a process may take to end its children after the runner has died."""
 
 
 class Budget(NamedTuple):
-    """What one of several runs at a time may take of the machine."""
+    """The share of the machine of one of several concurrent runs."""
 
     threads: int
     memory_gb: float | None
-    """None where it is not known what is free."""
+    """None if the free memory is unknown."""
 
     norms_mb: float
-    """The most that its norms may take on the disk."""
+    """Disk space for its norms, at most."""
 
     checkpoint_s: float
     """Seconds between two checkpoints; 0 for none."""
 
 
 class Began(NamedTuple):
-    """The process is there."""
+    """The process is ready."""
 
 
 class Advanced(NamedTuple):
@@ -55,7 +55,7 @@ class Advanced(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """A run has ended, and its file has its name."""
+    """A run has ended, and its file is complete."""
 
     ended: Ended
     metric: float | None
@@ -68,11 +68,12 @@ News = Began | Advanced | Finished | StoreError
 def run_here(
     specification: str, run_id: str, folder: str, budget: Budget, pipe: Connection
 ) -> None:
-    """Run a specification; write its records, and send how it goes on.
+    """Run a specification; write its records, and send its progress through the pipe.
 
-    Its records are those of the run that was planned, also where it cannot be that run here.
+    Records are written under the id that was planned, even if the run turns out to be another one
+    here, because the source of a plug-in has changed: then it ends with an error.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the runner decides
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the runner
     signal.signal(signal.SIGTERM, _leave)
     end_with_parent(signal.SIGTERM)
     threading.Thread(target=_end_with_runner, daemon=True).start()
@@ -98,16 +99,17 @@ def run_here(
 
 
 def _end_with_runner() -> None:
-    """End this process when the runner has ended, however it did.
+    """End this process when the runner ends, even by SIGKILL.
 
-    Its parent in the kernel's eyes is the server that forked it, which goes on as long as one of
-    its processes does.
+    ``end_with_parent`` is not enough: the parent process is the fork server, which lives as long as
+    one of its children does.
     """
     runner = multiprocessing.parent_process()
     assert runner is not None, "started by a runner"
     runner.join()
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(_LAST_WORDS_S)  # a signal is handled between two calls of torch, and one may be long
+    # Python runs the handler of SIGTERM between two calls of torch, and one may take long.
+    time.sleep(_LAST_WORDS_S)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

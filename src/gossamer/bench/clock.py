@@ -1,4 +1,4 @@
-"""Modelled time: what the steps of a run would take in a job on its links, by the runtime model."""
+"""Modelled time: what the steps of a run would take on given links, by the runtime model."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from gossamer.wire import parse_wire
 
 
 class Mark(NamedTuple):
-    """How far a run was at a record."""
+    """The progress of a run at one record."""
 
     step: int
     bytes_sent: float
-    """By the average worker."""
+    """Sent by the average worker so far."""
 
     degree: int
-    """The most neighbours that any worker had."""
+    """The most neighbours of any worker."""
 
 
 @final
 class Clock:
-    """Tells what runs would have taken by each of their records, on links that they never had.
+    """Predicts the time of runs at each of their records, on links that they did not run on.
 
     Args:
         link: between nodes, such as ``300mbit``; by default the profile's.
-        profile: the file of the job that is timed, its sizes included.
-        compute_s: in place of a profile, seconds of a step without communication, by workload; the
-            sizes are those of the run, and every worker has a node for itself.
+        profile: the file of the job that is modelled, with its sizes.
+        compute_s: instead of a profile, seconds of a step without communication, by workload; sizes
+            are those of the run, and every worker is on its own node.
     """
 
     def __init__(
@@ -54,19 +54,19 @@ class Clock:
             self._measured = self._measured.with_between(self._link)
         elif self._measured and self._measured.network.between is None:
             raise UserError(
-                f"{profile} was taken on one node, so modelled time needs the link between nodes, "
+                f"{profile} was measured on one node, so modelled time needs a link between nodes, "
                 'got none; write for example link = "25gbit"'
             )
         self._jobs: dict[tuple[str, int], _ModelledSteps] = {}
 
     @property
     def link(self) -> str:
-        """What it is called by."""
+        """The name of the link in reports."""
         return self._rate or "the profile's link"
 
     @property
     def described(self) -> str:
-        """On what links which job is timed."""
+        """The job and the links that are modelled, as text."""
         if self._measured is None or self._measured.network.between is None:
             each = ", ".join(f"{own:g} s for {name}" for name, own in self._compute_s.items())
             return f"a step computes {each}; every worker has a link of {self._rate}"
@@ -80,15 +80,15 @@ class Clock:
     def seconds(
         self, spec: Mapping[str, Any], parameter_bytes: int, marks: Sequence[Mark]
     ) -> list[float] | None:
-        """Return the modelled seconds at each of some steps; None where they cannot be known.
+        """Return the modelled seconds at each mark; None where they cannot be predicted.
 
-        A controller's rounds are counted by what workers have sent from one mark to the next, and
-        are all-reduces where everyone is everyone's neighbour at the latter.
+        The number of a controller's rounds is estimated from the bytes sent between two marks; they
+        count as all-reduces if at the second mark every worker is a neighbour of every other.
 
         Args:
             spec: of the run.
-            parameter_bytes: that one worker trains; 0 where that is not known.
-            marks: the steps, from the first to the last.
+            parameter_bytes: of the parameters that one worker trains; 0 if unknown.
+            marks: in the order of steps.
         """
         rounds = Rounds(
             spec["workers"],
@@ -134,7 +134,7 @@ class Clock:
 
 
 def make_clocks(experiment: Experiment) -> list[Clock]:
-    """Return a clock for each link of an experiment, or the one of its profile; none without."""
+    """Return a clock for each link of an experiment, or for its profile's; empty without either."""
     if not experiment.link and not experiment.profile:
         return []
     profile = Path(experiment.folder) / experiment.profile if experiment.profile else None
@@ -143,32 +143,32 @@ def make_clocks(experiment: Experiment) -> list[Clock]:
 
 
 def _is_known(rounds: Rounds) -> bool:
-    """Return whether what a run exchanges can be told without its topology's code."""
+    """Return whether a run's rounds are known without loading a plug-in."""
     if rounds.topology == CENTRALIZED:
         return True
-    if is_plugin(rounds.topology) or is_plugin(rounds.algorithm):  # reading runs nobody's code
+    if is_plugin(rounds.topology) or is_plugin(rounds.algorithm):  # readers load no plug-ins
         return False
     try:
         return (rounds.schedule.period or 1) * rounds.every <= LONGEST_PERIOD
-    except UserError:  # a name that is gone
+    except UserError:  # the name no longer exists
         return False
 
 
 @final
 class _ModelledSteps:
-    """Steps of one job; runs with the same rounds share predictions."""
+    """Predicted step times of one job; runs with the same rounds share predictions."""
 
     def __init__(self, profile: Profile) -> None:
         self._profile = profile
         self._known: dict[tuple[Rounds, int, int], float] = {}
 
     def mean_s(self, rounds: Rounds, at: int, repeats: float) -> float:
-        """Return how long a step takes; between two whole numbers of rounds, some steps have each.
+        """Return the mean time of a step, interpolated between integer numbers of rounds.
 
         Args:
             rounds: of the run.
-            at: a step. Where rounds repeat themselves, the mean over all is meant.
-            repeats: how often each round is done, in the mean.
+            at: a step; ignored if rounds are periodic, because the mean is over the period.
+            repeats: how often each round is done, on average.
         """
         fewer = math.floor(repeats)
         least_s = self._of(rounds, rounds.slot(at), fewer)

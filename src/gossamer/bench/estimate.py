@@ -1,4 +1,4 @@
-"""About how long an experiment will take: from records, from a few steps, or by proportion."""
+"""Estimate the duration of an experiment: from records, from a few steps, or by extrapolation."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from gossamer.engine import RunSpec, run
 from gossamer.records import Step
 
 BUDGET_S = 20.0
-"""How long measuring may take, but for the step that it is in."""
+"""How long measuring may take, apart from the step in progress."""
 
 _FIRST, _THEN = 2, 4
-"""Steps before the measured ones, of which the first finds out how to compute, and those."""
+"""Warm-up steps, of which the first chooses how to compute, and measured steps."""
 
 _START_S = 15.0
-"""What torchrun takes to start and end processes."""
+"""The time that torchrun takes to start and end processes."""
 
 
 class Estimate(NamedTuple):
-    """How long all runs take, and where that comes from."""
+    """The time of all runs, and how it was found."""
 
     seconds: float | None
-    """In training steps; None where too little is known to say."""
+    """In training steps; None if too little is known."""
 
     recorded: int
-    """Kinds of run that records tell of."""
+    """The number of kinds of run that have records."""
 
     measured: int
-    """Kinds of which steps were taken."""
+    """The number of kinds whose steps were measured."""
 
     guessed: int
-    """Other kinds: from one of those, by parameters, batch and workers."""
+    """The number of other kinds, extrapolated by parameters, batch size and workers."""
 
 
 class _Kind(NamedTuple):
-    """What runs must have in common to take about equally long."""
+    """The fields that determine the time of a step."""
 
     workload: str
     workers: int
@@ -71,19 +71,19 @@ def estimate(
     budget_s: float = 0.0,
     track: Callable[[Sequence[RunSpec]], Iterable[RunSpec]] = iter,
 ) -> Estimate:
-    """Return about how many seconds of training steps all runs take.
+    """Estimate the seconds of training steps of all runs.
 
-    Evaluations are not counted, nor what a process takes to start. Distributed runs come one after
-    the other; where there are records of simulated ones alone, they are taken for those. No budget
-    of the experiment is taken into account.
+    Evaluations and the start of processes are not included. Distributed runs are run one by one;
+    if only simulated ones have records, distributed ones are estimated by them. Budgets of the
+    experiment are ignored.
 
     Args:
         runs: all of them.
         jobs: runs at a time.
-        store: where earlier runs may be.
-        budget_s: how long it may take to measure what records do not tell, those kinds first that
-            take the largest part; by default nothing is measured.
-        track: yields the runs that are measured, and may show how many are left.
+        store: may have records of earlier runs.
+        budget_s: how long to measure kinds without records, those with the largest share first; by
+            default nothing is measured.
+        track: yields the runs that are measured, and may show progress.
     """
     one_of = {_kind(spec): spec for spec in reversed(runs)}
     recorded = _recorded(store, one_of)
@@ -100,7 +100,7 @@ def estimate(
     for kind, spec in one_of.items():
         if kind not in known:
             near = [other for other in known if other.workload == kind.workload]
-            near = near or [*measured]  # of another model: better than nothing, where one asked
+            near = near or [*measured]  # of another model, which is a rough guess
             if not near:
                 return Estimate(None, len(recorded), len(measured), 0)
             guessed[kind] = _in_proportion(spec, [(one_of[other], known[other]) for other in near])
@@ -125,7 +125,7 @@ def _kind(spec: RunSpec) -> _Kind:
 
 
 def _size(spec: RunSpec) -> float:
-    """Return what a step's time grows with, roughly, from one kind to another."""
+    """Return a quantity that the time of a step is roughly proportional to."""
     return _num_parameters(spec.workload) * spec.batch_size * spec.workers
 
 
@@ -137,7 +137,7 @@ def _num_parameters(workload: str) -> int:
 
 
 def _in_proportion(spec: RunSpec, known: Sequence[tuple[RunSpec, float]]) -> float:
-    """Return a step's time from that of the run whose size is nearest, and most else alike."""
+    """Extrapolate a step's time from the run with the nearest size and the most equal fields."""
 
     def how_far(other: RunSpec) -> tuple[float, int]:
         ratio = abs(math.log(_size(spec) / _size(other)))
@@ -148,14 +148,14 @@ def _in_proportion(spec: RunSpec, known: Sequence[tuple[RunSpec, float]]) -> flo
 
 
 def _recorded(store: Store, kinds: Container[_Kind]) -> dict[_Kind, float]:
-    """Return a step's time of the kinds that ended runs were of."""
+    """Return the step time of kinds that have ended runs."""
     found: defaultdict[_Kind, list[float]] = defaultdict(list)
     for run_id in store.run_ids():
         started, ended = store.started(run_id), store.ended(run_id)
         if started is None or ended is None or ended.steps == 0:
             continue
-        # A field that older records lack makes a kind of no run.
-        fields = {"wire": "fp32", "fragments": 1, **started.spec}  # of before there were others
+        # A field that older records lack makes a kind that no run has.
+        fields = {"wire": "fp32", "fragments": 1, **started.spec}  # defaults of older records
         kind = _Kind(*(fields.get(name) for name in _Kind._fields))  # pyright: ignore[reportArgumentType]
         if kind in kinds:
             found[kind].append(ended.train_s / ended.steps)
@@ -167,15 +167,15 @@ def _measured(
     budget_s: float,
     track: Callable[[Sequence[RunSpec]], Iterable[RunSpec]],
 ) -> dict[_Kind, float]:
-    """Return a step's time of as many as the budget allows; of the first at least."""
+    """Return the step time of as many kinds as the budget allows, at least of the first."""
     found: dict[_Kind, float] = {}
     deadline = time.monotonic() + budget_s
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as each of several runs at a time
+    torch.set_num_threads(1)  # as concurrent runs have
     try:
         for spec in track(specs):
             left = deadline - time.monotonic()
-            if left > 0:  # half of it at most, so that something is left for the others
+            if left > 0:  # at most half of it, to leave time for the others
                 found[_kind(spec)] = _measure(spec, left / 2)
     finally:
         torch.set_num_threads(threads)
@@ -183,7 +183,7 @@ def _measured(
 
 
 def _measure(spec: RunSpec, most_s: float) -> float:
-    """Return what a step takes, from one step at least, and more while there is time."""
+    """Return the time of a step, measured over at least one step, and more if time allows."""
     few: dict[str, Any] = {
         "engine": "simulated",
         "epochs": 1,
@@ -196,7 +196,7 @@ def _measure(spec: RunSpec, most_s: float) -> float:
     for record in run(RunSpec.model_validate(spec.model_dump() | few)):
         if isinstance(record, Step):
             times.append(record.train_s)
-            # Left before the evaluation, which may take longer than all steps.
+            # Stop before the evaluation, which may take longer than all steps.
             if len(times) > _FIRST + _THEN or time.monotonic() - began > most_s:
                 break
     steps = [after - before for before, after in itertools.pairwise(times)]

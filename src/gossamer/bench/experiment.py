@@ -7,13 +7,13 @@ methods = ["C_complete", "D_ring", { name = "held", method = "D_ring", control =
 seeds = [0, 1]
 run = { epochs = 5 }            # fields of every run
 axes = { batch_size = [8, 16] } # fields that take several values
-tune = { lr = [0.1, 0.2, 0.4] } # the same trials for every method, and its best rate for its runs
+tune = { lr = [0.1, 0.2, 0.4] } # the same trials for every method, which then runs at its best rate
 
-[[include]]                     # more runs; what is not given is as above
+[[include]]                     # more runs; keys that are missing are as above
 engine = "distributed"
 workers = 4
 
-[[exclude]]                     # runs left out: all that have these values
+[[exclude]]                     # leave out all runs that have these values
 method = "D_ring"
 workers = 8
 """
@@ -48,7 +48,7 @@ from gossamer.rates import parse_rate
 _Item = TypeVar("_Item")
 
 _MOST_BYTES = 2**20
-"""Of a file."""
+"""The largest file that is read."""
 
 _MOST_LEVELS = 10
 
@@ -69,7 +69,7 @@ class _Strict(BaseModel):
 
 
 class Method(BaseModel):
-    """A method, what reports call it, and other fields that it sets in its runs."""
+    """A method, its name in reports, and further fields that it sets in its runs."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -83,12 +83,12 @@ class Method(BaseModel):
 
     @property
     def fields(self) -> dict[str, Any]:
-        """What it sets besides."""
+        """The further fields that it sets."""
         return dict(self.model_extra or {})
 
 
 class Budget(_Strict):
-    """What every run may spend; by default the steps of its recipe, which always limit it."""
+    """The most that every run may spend. The recipe's steps limit it in any case."""
 
     bytes_mb: PositiveFloat | None = None
     """Megabytes sent by the average worker."""
@@ -97,54 +97,52 @@ class Budget(_Strict):
     """Measured seconds in training steps."""
 
     modelled_s: PositiveFloat | None = None
-    """Seconds that steps would take in the job of ``profile``, by the runtime model."""
+    """Seconds that the runtime model predicts for the steps, in the job of ``profile``."""
 
     profile: str | None = None
-    """A file of ``gossamer profile``; its path is from the experiment's folder."""
+    """A file of ``gossamer profile``; its path is relative to the experiment's folder."""
 
     @model_validator(mode="after")
     def _check(self) -> Budget:
         if (self.modelled_s is None) != (self.profile is None):
             raise UserError(
-                "modelled_s and profile go together, got one of them; add the other, or take both "
-                "away"
+                "modelled_s and profile must be given together, got one of them; add the other, or "
+                "remove both"
             )
         return self
 
 
 class Tune(_Strict):
-    """Learning rates that every method tries before its runs, which take its best.
+    """Learning rates that every method tries; its runs then use the best.
 
-    A trial holds back a part of the training samples and is judged by it. While the best rate of a
-    method is on the edge of those tried, all methods get one more, in the same ratio.
+    A trial holds out a part of the training samples and is evaluated on it. While the best rate of
+    any method is at the edge of the grid, the grid is extended for all methods, in the same ratio.
     """
 
     lr: list[PositiveFloat] = Field(max_length=64)
     seeds: Several[Seed] = [1000, 1001]
-    """Of trials; the experiment's own are for what is compared."""
+    """Seeds of the trials; the runs that are compared have the experiment's own."""
 
     validation: float = Field(default=0.1, gt=0, lt=1)
-    """Share of the training samples that trials are judged by."""
+    """Share of the training samples that trials are evaluated on."""
 
     extensions: int = Field(default=4, ge=0, le=32)
-    """The most rates that are added on each side."""
+    """The most rates that are added on each side of the grid."""
 
     @model_validator(mode="after")
     def _check(self) -> Tune:
         if len(self.lr) < 2 or any(a >= b for a, b in itertools.pairwise(self.lr)):
             raise UserError(
-                f"tune.lr must be two rates or more, each larger than the one before, got "
+                f"tune.lr must be at least two rates in increasing order, got "
                 f"{self.lr}; write for example lr = [0.03, 0.1, 0.3]"
             )
         if len({*self.seeds}) < len(self.seeds):
-            raise UserError(
-                f"tune.seeds must differ, got {self.seeds}; leave out those twice there"
-            )
+            raise UserError(f"tune.seeds must be distinct, got {self.seeds}; remove the duplicates")
         return self
 
 
 class Block(_Strict):
-    """Runs: the product of all that has several values."""
+    """A set of runs: the Cartesian product of all keys with several values."""
 
     workload: Several[str]
     engine: Several[Literal["simulated", "distributed"]] = ["simulated"]
@@ -155,7 +153,7 @@ class Block(_Strict):
     """Fields of ``RunSpec`` for every run."""
 
     axes: dict[str, Several[Any]] = {}
-    """Fields of ``RunSpec`` that take each of several values."""
+    """Fields of ``RunSpec``, each with the values that it takes."""
 
     budget: Budget = Budget()
     tune: Tune | None = None
@@ -164,14 +162,14 @@ class Block(_Strict):
     def _check(self) -> Block:
         if self.tune and (shared := {*self.seeds} & {*self.tune.seeds}):
             raise UserError(
-                f"what is compared must have other seeds than the trials, got {sorted(shared)} in "
-                "seeds and in tune.seeds; change one of them"
+                f"seeds and tune.seeds must have no seed in common, got {sorted(shared)} in both: "
+                "results on the trials' seeds would be biased; change one of them"
             )
         return self
 
     @property
     def num_points(self) -> int:
-        """How many combinations there are, trials included."""
+        """The number of combinations, including trials."""
         listed = [self.workload, self.engine, self.workers, self.methods, self.seeds]
         runs = math.prod(map(len, [*listed, *self.axes.values()]))
         trials = len(self.tune.lr) * len(self.tune.seeds) if self.tune else 0
@@ -179,84 +177,82 @@ class Block(_Strict):
 
 
 class Experiment(Block):
-    """What is compared."""
+    """An experiment: which runs are compared, and how they are run and timed."""
 
     name: str = Field(pattern=r"^[\w-][\w.-]*$", max_length=100)
-    """The folder of its records is called so: no dot comes first, which would lead elsewhere or be
-    hidden."""
+    """Also the name of its folder of records, so it must not start with a dot: that would be a
+    hidden folder or a parent."""
 
     include: list[dict[str, Any]] = []
     exclude: list[dict[str, Several[Any]]] = []
     skip_impossible: bool = False
-    """Leave out combinations that cannot be, such as a torus of 7, and list them; by default they
-    are refused."""
+    """Leave out and list impossible combinations, such as a torus of 7; by default they are an
+    error."""
 
     timeout_s: PositiveFloat | None = None
-    """The longest that one run may take."""
+    """The time limit of one run."""
 
     norms_mb: NonNegativeFloat = 50.0
-    """The most that the norms of one run may take on the disk; 0 keeps none."""
+    """Disk space for the norms of one run, at most; 0 stores none."""
 
     link: Annotated[list[str], BeforeValidator(_listed)] = []
-    """Links between nodes on which runs are timed by the runtime model, such as ``300mbit``. By the
-    first of them curves are drawn."""
+    """Links between nodes, such as ``300mbit``, for which the runtime model predicts the time of
+    runs. Curves and tables use the first."""
 
     profile: str = ""
-    """A file of ``gossamer profile``: the job that is timed so. Its path is from the folder."""
+    """A file of ``gossamer profile``: the job whose time is modelled. Relative to ``folder``."""
 
     compute_s: PositiveFloat | dict[str, PositiveFloat] | None = None
-    """In place of a profile: seconds of a step without communication, of all workloads or of
-    each."""
+    """Instead of a profile: seconds of a step without communication, one value for all workloads
+    or one for each."""
 
     target: float | dict[str, float] | None = None
-    """The metric that counts as reached, of all workloads or of each; by default their own."""
+    """The metric to reach, one for all workloads or one for each; by default the workload's."""
 
     folder: str = ""
-    """Where paths of profiles and plug-ins start, itself from where the file lies, which it is by
-    default."""
+    """The folder that paths of profiles and plug-ins are relative to; itself relative to the folder
+    of the file, which is the default."""
 
     text: str = ""
-    """The file, with its folder: it is kept beside the runs and read again."""
+    """The content of the file, with ``folder`` made absolute: it is stored beside the runs."""
 
     @model_validator(mode="after")
     def _check_clock(self) -> Experiment:
         for rate in self.link:
             parse_rate(rate)
         if len({*self.link}) < len(self.link):
-            raise UserError(f"links must differ, got {self.link}; leave out those twice there")
+            raise UserError(f"links must be distinct, got {self.link}; remove the duplicates")
         given = [bool(self.profile), self.compute_s is not None]
         if all(given) or (self.link and not any(given)):
             raise UserError(
-                "modelled time takes what a step computes from a profile or from compute_s, got "
-                f"{'both' if all(given) else 'neither'}; write for example compute_s = 0.05"
+                "modelled time needs the compute time of a step, from either profile or compute_s, "
+                f"got {'both' if all(given) else 'neither'}; write for example compute_s = 0.05"
             )
         if self.compute_s is not None and not self.link:
-            raise UserError(
-                'compute_s goes together with a link, got none; write for example link = "300mbit"'
-            )
+            raise UserError('compute_s needs a link, got none; write for example link = "300mbit"')
         return self
 
     @property
     def workloads(self) -> list[str]:
-        """What is trained, in any of its runs."""
+        """The workloads of all runs."""
         return list(dict.fromkeys(name for block in self.blocks for name in block.workload))
 
     def by_workload(self, key: str) -> dict[str, Any]:
-        """Return a key's value for each workload, where it may be one for all."""
+        """Return the value of a key for each workload; a single value is for all."""
         value = getattr(self, key)
         if not isinstance(value, dict):
             return {} if value is None else dict.fromkeys(self.workloads, value)
         for name in value:
             if name not in self.workloads:
                 raise UserError(
-                    f"{key} must be of workloads of the experiment, got {name!r}; "
+                    f"{key} must name workloads of the experiment, got {name!r}; "
                     f"{nearest(name, self.workloads)}"
                 )
         return value
 
     @property
     def blocks(self) -> list[Block]:
-        """The product of the experiment itself, and of what it includes."""
+        """The experiment's own block, and one for each ``[[include]]``."""
         own = {key: value for key, value in self if key in Block.model_fields}
         return [validated(Block, own, self.name)] + [
             validated(Block, _merged(own, more), f"[[include]] {number} of {self.name}")
@@ -265,7 +261,7 @@ class Experiment(Block):
 
 
 def _merged(own: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an include's fields over those of the experiment; tables are merged key by key."""
+    """Return the experiment's fields overridden by an include's; tables are merged key by key."""
     tables = {
         key: {**own[key], **value}
         for key, value in more.items()
@@ -279,9 +275,9 @@ def load(path: Path) -> Experiment:
     try:
         text = read_bounded(path, _MOST_BYTES).decode()
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "not a text"
+        why = error.strerror if isinstance(error, OSError) else "not UTF-8"
         raise UserError(
-            f"an experiment must be a TOML file that can be read, got {path}: {why}; "
+            f"an experiment must be a readable TOML file, got {path}: {why}; "
             "docs/dbench.md shows how to write one"
         ) from None
     return parse(text, path.name, path.parent)
@@ -292,13 +288,14 @@ def parse(text: str, where: str, folder: Path | None = None) -> Experiment:
 
     Args:
         text: TOML.
-        where: what errors call it.
-        folder: where paths start, unless it says so itself; by default the current folder.
+        where: its name in errors.
+        folder: that paths are relative to, unless it has a key ``folder``; by default the
+            current folder.
     """
     given = _read_toml(text, where)
     place = (folder or Path.cwd()).resolve()
     if "folder" not in given:
-        # Always: what a method returns may have paths, too.
+        # Always: the fields that a method returns may contain paths too.
         given["folder"] = str(place)
         text = f"folder = {json.dumps(given['folder'], ensure_ascii=False)}\n{text}"
     elif isinstance(given["folder"], str) and not Path(given["folder"]).is_absolute():
@@ -313,7 +310,7 @@ def _read_toml(text: str, where: str) -> dict[str, Any]:
     except RecursionError:
         given = None
     except ValueError as error:  # TOML's, and those of dates and numbers that Python cannot hold
-        raise UserError(f"{where} must be TOML, got {error}; correct it") from None
+        raise UserError(f"{where} must be valid TOML, got {error}; correct it") from None
     if given is None or not _is_flat(given, _MOST_LEVELS):
         raise UserError(
             f"{where} must nest tables and lists at most {_MOST_LEVELS} deep, got more; no key of "
@@ -330,12 +327,12 @@ def _is_flat(value: Any, levels: int) -> bool:
 
 
 def _with_folder(text: str, folder: str, where: str) -> str:
-    """Return an experiment that says where its folder is from wherever it is kept."""
+    """Return the experiment's file with an absolute folder, so that it can be stored elsewhere."""
     line = f"folder = {json.dumps(folder, ensure_ascii=False)}"
     changed = re.sub(r"^\s*folder\s*=.*$", lambda _: line, text, count=1, flags=re.MULTILINE)
     if tomllib.loads(changed).get("folder") != folder:
         raise UserError(
-            f'{where}: folder must be on a line of its own, as folder = "plug-ins", got it '
-            "otherwise; write it so, above all tables"
+            f'{where}: folder must be on a line by itself, such as folder = "plug-ins", got '
+            "another spelling; write it above all tables"
         )
     return changed

@@ -1,4 +1,4 @@
-"""From an experiment to its runs."""
+"""Expand an experiment into its runs."""
 
 from __future__ import annotations
 
@@ -20,38 +20,38 @@ from gossamer.errors import ImpossibleError, UserError, nearest, quoted
 from gossamer.registry import absolute, shorten
 
 MAX_POINTS = 2**14
-"""Of an experiment."""
+"""The most combinations of an experiment."""
 
 _TAKEN = {"workload", "workers", "engine", "seed", "method"}
-"""Fields that an experiment's own keys set."""
+"""Fields that have keys of their own in an experiment."""
 
 
 class Skipped(NamedTuple):
-    """A combination that cannot be."""
+    """An impossible combination, such as a torus of 7 workers."""
 
     fields: dict[str, Any]
     reason: str
 
 
 class Matrix(NamedTuple):
-    """All runs of an experiment that are known, each once."""
+    """All runs of an experiment that are known so far, without duplicates."""
 
     runs: list[RunSpec]
     skipped: list[Skipped]
     studies: list[Study] = []  # noqa: RUF012 - never changed
-    """Of each setting whose learning rates are tuned; where one is not over, more runs follow."""
+    """One per setting that is tuned; more runs follow while one is not complete."""
 
 
 def expand(experiment: Experiment, outcomes: Outcomes | None = None) -> Matrix:
-    """Return the runs of an experiment; refuse it as a whole where one of them cannot be.
+    """Return the runs of an experiment; raise if one of them is impossible.
 
     Args:
         experiment: what is compared.
-        outcomes: of trials, where learning rates are tuned: which runs follow depends on them.
+        outcomes: results of trials, which decide on the runs that follow where rates are tuned.
     """
     _check_size(experiment)
     folder = Path(experiment.folder)
-    # What results are read with is looked at now, and not when all has been trained.
+    # Validate what only reports use now, not after hours of training.
     make_clocks(experiment)
     experiment.by_workload("target")
     matrix = _MatrixBuilder(experiment)
@@ -76,7 +76,7 @@ def expand(experiment: Experiment, outcomes: Outcomes | None = None) -> Matrix:
 
 
 def _check_size(experiment: Experiment) -> None:
-    """Refuse more runs than can be listed in a minute, before any of them is made."""
+    """Raise for more runs than can be expanded in a minute, before expanding any."""
     count = sum(block.num_points for block in experiment.blocks)
     if count > MAX_POINTS:
         raise UserError(
@@ -87,7 +87,7 @@ def _check_size(experiment: Experiment) -> None:
 
 @final
 class _MatrixBuilder:
-    """Runs as they are found, without those that are left out."""
+    """Collects runs, without those that are excluded."""
 
     def __init__(self, experiment: Experiment) -> None:
         folder = Path(experiment.folder)
@@ -97,7 +97,7 @@ class _MatrixBuilder:
         self._skipped: list[Skipped] = []
 
     def make(self, fields: dict[str, Any], limited: Callable[[RunSpec], RunSpec]) -> RunSpec | None:
-        """Return a run, or None where it is left out or cannot be."""
+        """Return a run, or None if it is excluded or impossible."""
         if self._excluded.covers(fields):
             return None
         try:
@@ -105,24 +105,24 @@ class _MatrixBuilder:
         except ImpossibleError as error:
             if not self._experiment.skip_impossible:
                 raise UserError(
-                    f"{error}; leave it out by [[exclude]], or set skip_impossible = true"
+                    f"{error}; leave it out with [[exclude]], or set skip_impossible = true"
                 ) from None
             self._skipped.append(Skipped(fields, str(error)))
             return None
         return None if self._excluded.covers(spec.model_dump()) else spec
 
     def add(self, spec: RunSpec) -> str:
-        """Add a run, unless it is there; return its id."""
+        """Add a run, unless it is a duplicate; return its id."""
         same = self._runs.setdefault(spec.id, spec)
         if same.method != spec.method:
             raise UserError(
-                f"methods with two names must differ, got {same.method!r} and {spec.method!r}, "
-                "which are the same run; leave one of them out"
+                f"methods with different names must differ, got {same.method!r} and "
+                f"{spec.method!r}, which are the same run; remove one of them"
             )
         return spec.id
 
     def finish(self, studies: list[Study]) -> Matrix:
-        """Return all of them."""
+        """Return all runs."""
         self._excluded.check_used()
         if not self._runs:
             name = self._experiment.name
@@ -138,12 +138,12 @@ def _absolute(pattern: Mapping[str, list[Any]], folder: Path) -> dict[str, list[
 
 
 def _field(name: str) -> str:
-    """Return the field of a run that a name means."""
+    """Return the field of a run that a key stands for."""
     return "algorithm" if name == "order" else name
 
 
 class _Excluded:
-    """What ``[[exclude]]`` leaves out: all runs that have the values of one of its tables."""
+    """The tables of ``[[exclude]]``: runs that match one of them are left out."""
 
     def __init__(self, patterns: Sequence[Mapping[str, list[Any]]]) -> None:
         for name in itertools.chain.from_iterable(patterns):
@@ -166,8 +166,8 @@ class _Excluded:
         for number, pattern in enumerate(self._patterns):
             if number not in self._used:
                 raise UserError(
-                    f"[[exclude]] must leave something out, got {dict(pattern)}, which no run has; "
-                    "correct it or take it away"
+                    f"[[exclude]] must match at least one run, got {dict(pattern)}, which matches "
+                    "none; correct or remove it"
                 )
 
 
@@ -175,14 +175,14 @@ class _Point(NamedTuple):
     """One combination of a block."""
 
     common: dict[str, Any]
-    """Fields that no method decides."""
+    """Fields that are not set by the method."""
 
     fields: dict[str, Any]
-    """All that are given."""
+    """All fields that are set."""
 
 
 def _points(block: Block, folder: Path) -> Iterator[_Point]:
-    """Yield every combination of a block, those that differ most slowly first."""
+    """Yield every combination of a block; the last axis varies fastest."""
     _check_fields(block)
     axes: list[list[tuple[str, Any]]] = [
         [(name, value) for value in values] for name, values in block.axes.items()
@@ -219,7 +219,7 @@ def _budget(block: Block) -> dict[str, float]:
 
 
 def _limiter(budget: Budget, folder: Path) -> Callable[[RunSpec], RunSpec]:
-    """Return what limits a run's steps to those that fit into the budget's modelled time."""
+    """Return a function that limits a run's steps to the budget's modelled time."""
     if budget.modelled_s is None or budget.profile is None:
         return lambda spec: spec
     modelled = ModelledTime(budget.modelled_s, folder / budget.profile)
@@ -232,7 +232,7 @@ def _limiter(budget: Budget, folder: Path) -> Callable[[RunSpec], RunSpec]:
 
 
 def _check_fields(block: Block) -> None:
-    """Refuse what is no field of a run, and a field that is set in two places."""
+    """Raise for an unknown field, and for a field that is set in two places."""
     free = [name for name in (*RunSpec.model_fields, "order") if name not in _TAKEN]
     for name in itertools.chain(block.run, block.axes, *(m.fields for m in block.methods)):
         if name not in free:
@@ -241,30 +241,30 @@ def _check_fields(block: Block) -> None:
         for name in block.axes.keys() & {*block.run, *method.fields}:
             raise UserError(
                 f"a field must be set in one place, got {name!r} in axes and also in run or in "
-                f"{method.name!r}; take one of them away"
+                f"{method.name!r}; remove one of them"
             )
     if block.tune is not None:
         _check_tuned(block)
 
 
 def _check_tuned(block: Block) -> None:
-    """Refuse a field that trials set."""
+    """Raise for a field that tuning sets."""
     for method in block.methods:
         for name in ("lr", "validation_share"):
             if name in {*block.run, *block.axes, *method.fields}:
                 raise UserError(
-                    f"where learning rates are tuned, {name} must be left to tune, got it in run, "
-                    f"in axes or in {method.name!r}; take it away there"
+                    f"where learning rates are tuned, tune sets {name}, got it also in run, in "
+                    f"axes or in {method.name!r}; remove it there"
                 )
 
 
 def _check_method(name: str, fields: Mapping[str, Any], block: Block) -> None:
-    """Refuse what a method sets that the experiment decides: runs would not be those it lists."""
+    """Raise if a method sets a field that the experiment varies, which would override it."""
     for field in fields:
         axes = {_field(name) for name in block.axes}
         if field in _TAKEN or field in axes or (field == "lr" and block.tune is not None):
             raise UserError(
-                f"a method must leave to the experiment what it compares, got {field!r} from "
+                f"a method must not set a field that the experiment varies, got {field!r} from "
                 f"{name!r}; return other fields"
             )
 

@@ -1,11 +1,11 @@
-"""Methods by the names that papers give them: what each sets in a run's specification.
+"""Methods by their names in papers: the fields that each sets in a run's specification.
 
 C_complete                     gradients averaged over all workers, one model (all-reduce)
 D_ring, D_torus, D_…           any topology; parameters are mixed after the update (atc)
-Ada, Ada(k0=10, gamma=0.02)    a lattice that thins out by the epoch, atc
-local_sgd(every=8)             all parameters averaged every so many steps, atc
+Ada, Ada(k0=10, gamma=0.02)    a lattice whose degree decreases by the epoch, atc
+local_sgd(every=8)             parameters averaged over all workers every 8 steps, atc
 DiLoCo(every=16, lr=0.7, momentum=0.9)   the same, and an outer Nesterov step
-ring, one_peer_exponential, …  any topology; mixed while the gradient is computed (awc)
+ring, one_peer_exponential, …  any topology; exchanged while the gradient is computed (awc)
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _UNDER_ATC = "D_"
 
 
 def fields_of(method: str, workers: int, epochs: int, folder: Path | None = None) -> dict[str, Any]:
-    """Return what a method sets in the specification of a run.
+    """Return the fields that a method sets in the specification of a run.
 
     Args:
         method: its name, with arguments where it takes any.
         workers: of the run.
         epochs: of the run.
-        folder: from which paths of plug-ins are given; by default the current one.
+        folder: that paths of plug-ins are relative to; by default the current one.
 
     >>> fields_of("D_lattice(k=4)", workers=16, epochs=10)
     {'topology': 'lattice(k=4)', 'algorithm': 'atc'}
@@ -58,7 +58,7 @@ def _ada(
     workers: int, epochs: int, /, k0: int | None = None, gamma: int | float | None = None
 ) -> dict[str, Any]:
     k0 = max(4, workers // _ADA_SHARE // 2 * 2) if k0 is None else k0
-    if gamma is None:  # the ring in the last epoch
+    if gamma is None:  # such that the last epoch has the ring
         gamma = math.ceil(1e4 * (k0 - 2) / max(1, epochs - 1)) / 1e4
     return {"topology": f"ada(k0={k0}, gamma={gamma})", "algorithm": "atc"}
 

@@ -1,4 +1,4 @@
-"""Rounds of a run as the runtime model takes them, and budgets of modelled time."""
+"""Rounds of a run as input of the runtime model, and budgets of modelled time."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from gossamer.runtime_model.profile import read_profile
 from gossamer.topology import Schedule
 
 _SKETCH_BYTES = 8 * Sketch().size
-"""What every worker tells all others at each step that a controller decides on."""
+"""The sketch that every worker sends to all others at each step with a controller."""
 
 _SLOTS = 64
-"""In how many parts a run is cut whose rounds do not repeat."""
+"""The number of parts into which a run with aperiodic rounds is split."""
 
 _WINDOW = 8
-"""The most rounds, from the beginning of a part, that stand for all of it."""
+"""The most rounds at the start of a part that represent all of it."""
 
 
 class Rounds(NamedTuple):
-    """What of a run decides on its exchanges."""
+    """The fields of a run that determine its exchanges."""
 
     workers: int
     topology: str
@@ -40,7 +40,7 @@ class Rounds(NamedTuple):
 
     @property
     def schedule(self) -> Schedule:
-        """Its rounds, without local steps between them."""
+        """Its rounds, without the local steps between them."""
         return adapted_schedule(
             self.algorithm,
             self.topology,
@@ -51,7 +51,7 @@ class Rounds(NamedTuple):
         )
 
     def slot(self, at: int) -> int:
-        """Return the first step of the part of the run that a step is in."""
+        """Return the first step of the part of the run that contains a step."""
         if self.topology == CENTRALIZED or self.schedule.period is not None:
             return 0
         return at // self._slot_steps * self._slot_steps
@@ -61,22 +61,22 @@ class Rounds(NamedTuple):
         return max(1, self.num_steps // _SLOTS)
 
     def near(self, at: int) -> Schedule:
-        """Return a cycle of some rounds from a step on; of all of them where they repeat."""
+        """Return a cycle of rounds from a step on; all rounds if they are periodic."""
         most = min(_WINDOW, max(1, self._slot_steps // self.every))
         return repeating(self.schedule, self.every, most=most, first=at)
 
     def copies_per_step(self, at: int) -> float:
-        """Return what the average worker sends in a step, in copies of its parameters."""
+        """Return how many copies of its parameters the average worker sends in a step."""
         near = self.near(self.slot(at))
         sent = [near.round(step).copies_sent.mean() for step in range(near.period or 1)]
         return float(sum(sent) / len(sent))
 
     def method(self, job: Job, at: int | None = None, repeats: float = 1) -> TimedMethod:
-        """Return it as the model runs it.
+        """Return the method that the runtime model predicts.
 
         Args:
             job: what is trained.
-            at: the beginning of a part of the run; by default the whole run is meant.
+            at: the first step of a part of the run; by default the entire run.
             repeats: how often each round is done.
         """
         if self.topology == CENTRALIZED:
@@ -84,7 +84,7 @@ class Rounds(NamedTuple):
         return gossip(
             job._replace(algorithm=self.algorithm, wire=self.wire, fragments=self.fragments),
             schedule=self.schedule if at is None else self.near(at),
-            every=self.every if at is None else 1,  # which is in the cycle
+            every=self.every if at is None else 1,  # the cycle already contains it
             order=order_of(self.algorithm),
             num_steps=self.num_steps,
             repeats=repeats * parse_algorithm(self.algorithm).num_exchanges,
@@ -98,7 +98,7 @@ class ModelledTime:
 
     Args:
         seconds: of modelled time.
-        profile: the file of the job whose time is meant.
+        profile: the file of the job whose time is modelled.
     """
 
     def __init__(self, seconds: float, profile: Path) -> None:
@@ -107,10 +107,10 @@ class ModelledTime:
         self._known: dict[Rounds, float] = {}
 
     def steps_of(self, spec: RunSpec) -> int:
-        """Return the steps that fit, at least one; what workers train is the profile's."""
+        """Return the number of steps that fit, at least one; the model is the profile's."""
         if spec.control != "plain" or spec.gossip_steps > 1:
             raise ImpossibleError(
-                "the modelled time of a run must be known before it, got control "
+                "a budget of modelled time needs rounds that are known in advance, got control "
                 f"{spec.control!r} and {spec.gossip_steps} gossip steps; use a budget of bytes or "
                 "of measured time"
             )

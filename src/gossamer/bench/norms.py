@@ -1,14 +1,14 @@
 """The norms of one run as a columnar file: step, tensor, worker, norm.
 
-While a run goes on they are written aside, one block of the same size per step, so that a run of
-any length needs the memory of one step, and a file can be cut back to any step. When the run ends
-they become a parquet file, which gets its name when it is on the disk.
+During a run they are written to a temporary file, one block of fixed size per step: a run of any
+length needs the memory of one step, and the file can be truncated to any step. When the run ends
+they become a parquet file, which is renamed when it is on the disk.
 
     {"tensors": [...], "workers": 8, "every": 25}      a line of JSON
     25.0  norm norm norm ...                           little-endian doubles: the step, and [T, W]
     50.0  norm norm norm ...
 
-Polars is imported only to make the parquet file and to read it.
+Polars is imported only to write and read the parquet file.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _ROWS = 1 << 18
-"""About how many rows are made at a time: what the parquet file costs in memory."""
+"""About how many rows are built at a time, which bounds the memory of writing the parquet file."""
 
 _DOUBLE = np.dtype("<f8")
 
 
 def affordable(norms_mb: float) -> float:
-    """Return how much norms may take: nothing where what writes them is not installed."""
+    """Return the budget for norms; 0, with a warning, if polars is not installed."""
     if norms_mb and find_spec("polars") is None:
         _log.warning(
-            "norms are not kept: they need polars, which is not installed; "
+            "norms are not stored: they need polars, which is not installed; "
             "pip install 'gossamer[bench]', or set norms_mb = 0"
         )
         return 0.0
@@ -64,10 +64,10 @@ class _Header(NamedTuple):
 
 @final
 class NormsPart:
-    """The norms of a run that goes on; it has a file when the first ones came.
+    """The norms of a run in progress; the file is created with the first ones.
 
     Args:
-        path: where they are written, aside.
+        path: the temporary file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -75,7 +75,7 @@ class NormsPart:
         self._file: IO[bytes] | None = None
 
     def write(self, norms: Norms) -> None:
-        """Add the norms of one step; the first ones take the place of those that came after it."""
+        """Append the norms of one step; the first call of a resumed run drops later steps."""
         if self._file is None:
             header = _Header(norms.tensors, len(norms.norms[0]), norms.every)
             self._path.parent.mkdir(exist_ok=True)
@@ -85,14 +85,14 @@ class NormsPart:
                 self._file.write(json.dumps(header._asdict()).encode() + b"\n")
         row = np.concatenate([[norms.step], *norms.norms], dtype=_DOUBLE)
         self._file.write(row.tobytes())
-        self._file.flush()  # what a cut-off run has written can be gone on from
+        self._file.flush()  # an interrupted run resumes from what is in the file
 
     def take_over(self, path: Path) -> None:
-        """Go on with what a run that was cut off has written."""
+        """Continue the file of an interrupted attempt."""
         path.replace(self._path)
 
     def cut(self, step: int) -> None:
-        """Drop what came after a step, to go on from there; also a block that is not whole."""
+        """Truncate the file after a step; also drops an incomplete block."""
         header = _read_header(self._path)
         if header is None:
             self.discard()
@@ -102,7 +102,7 @@ class NormsPart:
         os.truncate(self._path, _header_bytes(self._path) + kept * header.block)
 
     def finish(self, path: Path) -> None:
-        """Make a parquet file of them, whole or absent; the file aside goes."""
+        """Write the parquet file, atomically, and remove the temporary file."""
         self.close()
         header = _read_header(self._path)
         if header is not None:
@@ -112,13 +112,13 @@ class NormsPart:
         self.discard()
 
     def close(self) -> None:
-        """Write no more."""
+        """Close the temporary file."""
         file, self._file = self._file, None
         if file is not None:
             file.close()
 
     def discard(self) -> None:
-        """Remove the file aside."""
+        """Remove the temporary file."""
         self.close()
         self._path.unlink(missing_ok=True)
 
@@ -132,11 +132,11 @@ def read_norms(path: Path) -> pl.DataFrame:
 
 
 def summarise_norms(path: Path, most_steps: int) -> pl.DataFrame:
-    """Return how a file's norms are spread over workers, by step and tensor.
+    """Return the quantiles of a file's norms over workers, by step and tensor.
 
     Args:
         path: of the file, which need not fit into memory.
-        most_steps: how many steps are taken, at even distances.
+        most_steps: at most so many steps, evenly spaced.
     """
     with needed_by("norms need"):
         import polars as pl
@@ -168,7 +168,7 @@ def _legible(path: Path) -> Generator[None]:
     except pl.exceptions.PolarsError as error:
         raise UserError(
             f"norms must be a parquet file as gossamer writes it, got {path}: {error}; remove it, "
-            "and run again what it is of"
+            "and repeat the run"
         ) from error
 
 
@@ -178,7 +178,7 @@ def _header_bytes(path: Path) -> int:
 
 
 def _read_header(path: Path) -> _Header | None:
-    """Return what a file aside holds; None where it holds nothing."""
+    """Return the header of a temporary file; None if it has none."""
     if not path.exists():
         return None
     with path.open("rb") as file:
@@ -187,7 +187,7 @@ def _read_header(path: Path) -> _Header | None:
 
 
 def _blocks(path: Path, header: _Header) -> npt.NDArray[np.float64]:
-    """Return all whole blocks, [steps, 1 + T·W]: a view of the file, not in memory."""
+    """Return all complete blocks, [steps, 1 + T·W]: mapped from the file, not loaded."""
     begin = _header_bytes(path)
     count = (path.stat().st_size - begin) // header.block
     if not count:
@@ -222,7 +222,7 @@ def _write_parquet(path: Path, header: _Header, blocks: npt.NDArray[np.float64])
     metadata = {"norms_every": str(header.every)}
     try:
         register_io_source(frames, schema=schema).sink_parquet(path, metadata=metadata)
-    except pl.exceptions.PolarsError as error:  # such as of a full disk
+    except pl.exceptions.PolarsError as error:  # such as a full disk
         raise OSError(str(error)) from error
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -1,7 +1,8 @@
-"""Which runs an experiment has, as data: kept beside them, so that no reader runs plug-ins.
+"""The runs of an experiment as data, stored beside them so that readers need not load plug-ins.
 
-Expanding an experiment loads and calls what it names, which may be anyone's code. A runner does
-so, for someone who wants it run; who only looks at a folder of results reads what the runner wrote.
+Expanding an experiment imports and calls the plug-ins that it names, which may be anyone's code.
+The runner does so, because its user wants to run it; readers of a folder of results use what the
+runner wrote.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ UNKNOWN = (
     "its file names plug-ins, which are not loaded to read results, and planned.json is not in the "
     "folder; gossamer bench run writes it"
 )
-"""Why it is not known which runs an experiment has."""
+"""Why the planned runs of an experiment are unknown."""
 
 _NO_PARTS = {"name", "folder", "profile", "link"}
-"""Keys of an experiment whose strings are looked up nowhere."""
+"""Keys of an experiment whose strings name no part."""
 
 
 class PlannedRun(BaseModel):
-    """What tells a run from others, without anything that it names."""
+    """One planned run, with the names of its parts as strings."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -46,7 +47,7 @@ class PlannedRun(BaseModel):
     lr: float | None = None
     validation_share: float = 0.0
     parts: dict[str, str]
-    """The fields that name a part."""
+    """The fields that name a part, such as the topology."""
 
     @field_validator("parts")
     @classmethod
@@ -57,17 +58,17 @@ class PlannedRun(BaseModel):
 
     @property
     def workload(self) -> str:
-        """What is trained."""
+        """The name of its workload."""
         return self.parts["workload"]
 
     @property
     def topology(self) -> str:
-        """How workers are connected."""
+        """The name of its topology."""
         return self.parts["topology"]
 
 
 class PlannedRuns(BaseModel):
-    """All runs of an experiment, each once."""
+    """All runs of an experiment, without duplicates."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -77,7 +78,7 @@ class PlannedRuns(BaseModel):
 
 
 def planned_runs(matrix: Matrix) -> PlannedRuns:
-    """Return what readers need of an experiment's runs."""
+    """Return the runs of a matrix as data."""
     return PlannedRuns(
         runs=[_planned(spec.id, spec.model_dump()) for spec in matrix.runs],
         skipped=matrix.skipped,
@@ -86,11 +87,11 @@ def planned_runs(matrix: Matrix) -> PlannedRuns:
 
 
 def read_planned(store: Store, experiment: Experiment) -> PlannedRuns | None:
-    """Return the runs of the experiment in a folder; None where only plug-ins would tell.
+    """Return the runs of the experiment in a folder; None if plug-ins would have to be loaded.
 
     Args:
-        store: the folder. Those of before plans were kept have none, and are expanded.
-        experiment: as it is kept there.
+        store: the folder. Where it has no plan, the experiment is expanded.
+        experiment: as it is stored there.
     """
     text = store.planned()
     if text is not None:
@@ -98,8 +99,8 @@ def read_planned(store: Store, experiment: Experiment) -> PlannedRuns | None:
             return PlannedRuns.model_validate_json(text)
         except ValidationError:
             raise UserError(
-                f"{store.folder} must have a planned.json that gossamer bench run has written, got "
-                "another one; run the experiment again, or remove the file"
+                f"planned.json in {store.folder} must be as gossamer bench run wrote it, got "
+                "something else; run the experiment again, or remove the file"
             ) from None
     if any(map(is_plugin, _parts(experiment.model_dump(exclude={"text"})))):
         return None
@@ -107,7 +108,7 @@ def read_planned(store: Store, experiment: Experiment) -> PlannedRuns | None:
 
 
 def recorded_runs(store: Store) -> PlannedRuns:
-    """Return the runs of which a folder has records, as far as those tell."""
+    """Return the runs that have records in a folder."""
     runs: list[PlannedRun] = []
     for story in store.stories():
         first = story.records[0] if story.records else None
@@ -116,7 +117,7 @@ def recorded_runs(store: Store) -> PlannedRuns:
 
 
 def _planned(run_id: str, fields: Mapping[str, Any]) -> PlannedRun:
-    # A damaged record tells nothing; its run is listed all the same.
+    # A run whose first record is damaged is listed too, without its fields.
     parts = {"workload": "", "topology": ""} | {
         name: str(fields[name]) for name in REGISTRIES if name in fields
     }

@@ -2,8 +2,8 @@
 
     torchrun --nnodes 2 --nproc-per-node 4 … --no-python gossamer bench run FILE --out FOLDER
 
-Every rank reads the same file. Rank 0 keeps the records, in its folder, and tells the others what
-is still to be done; so a job that is started again, by torchrun or by hand, goes on.
+Every rank reads the same file. Rank 0 writes the records in its folder, and broadcasts which runs
+are left; so a job that is restarted, by torchrun or by hand, resumes.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _Value = TypeVar("_Value")
 
 
 def under_torchrun() -> bool:
-    """Return whether this process is a rank that torchrun, or the lab, has started."""
+    """Return whether this process is a rank that torchrun or the lab has started."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
@@ -53,18 +53,18 @@ def run_as_rank(
     retry: bool = False,
     checkpoint_s: float = EVERY_S,
 ) -> None:
-    """Take part in the distributed runs that are on as many workers as there are ranks.
+    """Take part in the distributed runs whose number of workers is the number of ranks.
 
-    What a run raises is recorded as its end, and ends the job on all ranks: torchrun's
-    ``--max-restarts`` starts it again, with the runs that are left.
+    An exception of a run is recorded, and ends the job on all ranks: torchrun's ``--max-restarts``
+    restarts it with the runs that are left.
 
     Args:
-        experiment: what is compared.
-        store: where rank 0 keeps records; locked meanwhile.
-        listener: who is told, on rank 0.
-        retry: run those again that failed; what is known of them is kept.
-        checkpoint_s: seconds between two checkpoints of a run, which each rank keeps in its node's
-            folder; 0 for none.
+        experiment: which runs there are.
+        store: where rank 0 writes records; locked during the call.
+        listener: receives progress, on rank 0.
+        retry: run failed runs again; the records of the failed attempt are kept.
+        checkpoint_s: seconds between two checkpoints of a run, which each rank writes to its
+            node's folder; 0 for none.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
@@ -76,7 +76,7 @@ def run_as_rank(
     if first and len(ours) < len(matrix.runs):
         left_out, size = len(matrix.runs) - len(ours), dist.get_world_size()
         _log.warning("%d runs are simulated or not on %d workers: left out", left_out, size)
-    norms_mb = affordable(experiment.norms_mb) if first else 0.0  # the others write nothing
+    norms_mb = affordable(experiment.norms_mb) if first else 0.0  # only rank 0 writes
     begun: set[str] = set()
     planned = planned_runs(matrix).model_dump_json()
     with store.locked(experiment.text, planned) if first else contextlib.nullcontext():
@@ -94,7 +94,7 @@ def run_as_rank(
                     _lead(spec, store, listener, train)
                 else:
                     deque(train(), maxlen=0)
-                dist.barrier()  # the records are on the disk
+                dist.barrier()  # not before rank 0 has the records on disk
                 store.drop_checkpoint(spec.id)
             begun |= {spec.id for spec in ours}
             matrix = expand(experiment, _from_first(trials.outcomes() if first else None))
@@ -105,7 +105,7 @@ def run_as_rank(
 
 
 def _ours(experiment: Experiment, runs: Sequence[RunSpec]) -> list[RunSpec]:
-    """Return the runs that the ranks which are there can do."""
+    """Return the runs that this number of ranks can do."""
     size = dist.get_world_size()
     ours = [spec for spec in runs if spec.engine == "distributed" and spec.workers == size]
     if not ours:
@@ -117,10 +117,12 @@ def _ours(experiment: Experiment, runs: Sequence[RunSpec]) -> list[RunSpec]:
 
 
 def _gather(ids: list[str]) -> dict[str, list[str]]:
-    """Return what every rank calls a run, by what this one does: an id has its plug-ins' sources.
+    """Return the ids that all ranks have for a run, by this rank's id.
+
+    Ids depend on the sources of plug-ins, so they differ where a node has another source.
 
     Raises:
-        UserError: another rank has more runs, or fewer.
+        UserError: ranks have different numbers of runs.
     """
     everyones: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyones, ids)
@@ -128,7 +130,7 @@ def _gather(ids: list[str]) -> dict[str, list[str]]:
     if len(set(numbers)) > 1:
         raise UserError(
             "an experiment must have the same runs on all ranks, got "
-            f"{', '.join(map(str, numbers))} of them; make the files equal on all nodes"
+            f"{', '.join(map(str, numbers))} of them; use the same files on all nodes"
         )
     return {mine: list(each) for mine, each in zip(ids, zip(*everyones, strict=True), strict=True)}
 
@@ -136,7 +138,7 @@ def _gather(ids: list[str]) -> dict[str, list[str]]:
 def _train(
     spec: RunSpec, norms_mb: float, where: Checkpointing | None, ids: list[str]
 ) -> Iterator[Record]:
-    """Train as a rank where all have one source; else all raise alike, so that none waits."""
+    """Train as a rank; if sources of plug-ins differ, all ranks raise, so that none blocks."""
     others = [str(rank) for rank, each in enumerate(ids) if each != ids[0]]
     if others:
         raise other_source(f"on rank {', '.join(others)} than on rank 0")
@@ -146,7 +148,7 @@ def _train(
 def _lead(
     spec: RunSpec, store: Store, listener: Listener, train: Callable[[], Iterator[Record]]
 ) -> None:
-    """Do a run as rank 0: write its records, and tell how it goes on."""
+    """Do a run as rank 0: write its records, and report its progress."""
     store.set_aside(spec.id)
     listener.started(spec)
     outcome = record_run(store, spec.id, train, partial(listener.advanced, spec))
@@ -156,7 +158,7 @@ def _lead(
 
 
 def _from_first(value: _Value) -> _Value:
-    """Return what rank 0 has: it alone reads and writes records."""
+    """Return the value of rank 0, which alone reads and writes records."""
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]

@@ -1,4 +1,4 @@
-"""The file of one run: its records as they come, and an end, also where the run raises."""
+"""Write the records of one run as they come, and a last one even if the run raises."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _LONGEST_REASON = 4000
 
 
 class Outcome(NamedTuple):
-    """What a run came to."""
+    """How a run ended."""
 
     ended: Ended
     metric: float | None
     """Of the average model, in the last evaluation."""
 
     failure: Exception | None
-    """What it raised."""
+    """The exception that it raised, if any."""
 
 
 def record_run(
@@ -31,17 +31,18 @@ def record_run(
     run: Callable[[], Iterator[Record]],
     advanced: Callable[[int], object],
 ) -> Outcome:
-    """Write a run's records; what it raises is its end, what the disk refuses is raised.
+    """Write a run's records. An exception of the run becomes its last record; one of the store is
+    raised.
 
-    A run with a result needs its checkpoint no more. One that failed keeps it, to be tried again.
+    The checkpoint is removed if the run has a result, and kept for a retry if it failed.
 
     Args:
-        store: where they are kept.
+        store: where they are written.
         run_id: of the run.
-        run: makes the records, as they are asked for.
-        advanced: is told how many steps it has taken.
+        run: returns an iterator over its records.
+        advanced: called with the number of steps taken.
     """
-    ended, metric = Ended(status="error", reason="there was no end"), None
+    ended, metric = Ended(status="error", reason="the run has no last record"), None
     failures: list[Exception] = []
     with store.writing(run_id) as write:
         for record in _with_end(run, failures):
@@ -58,20 +59,20 @@ def record_run(
 
 
 def checkpointing(store: Store, spec: RunSpec, every_s: float) -> Checkpointing | None:
-    """Return where a run goes on from and how often it saves itself; 0 for never."""
+    """Return where and how often a run saves checkpoints; None for an interval of 0."""
     return Checkpointing(store.checkpoint_folder(spec.id), every_s) if every_s else None
 
 
 def _with_end(run: Callable[[], Iterator[Record]], failures: list[Exception]) -> Iterator[Record]:
     try:
-        yield from run()  # called here: what it takes to begin may fail too
+        yield from run()  # called inside the try: starting may fail too
     except Exception as error:
         failures.append(error)
         yield ended_by(error)
 
 
 def ended_by(error: Exception) -> Ended:
-    """Return the record: what a user can cause says what to do, anything else where it happened."""
+    """Return the last record of a failed run: the message of a UserError, else the traceback."""
     if isinstance(error, UserError):
         return Ended(status="error", reason=str(error))
     trace = "".join(traceback.format_exception(error))

@@ -1,4 +1,4 @@
-"""Run an experiment: each run in a process of its own, several at a time, and no run twice."""
+"""Run an experiment: each run in its own process, several at a time, and no run twice."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ from gossamer.memory import free_bytes
 from gossamer.records import RESULTS, Ended, Started, Status
 
 _ON_A_LIFELINE = "gossamer.fork_server"
-"""A name: the module is not for this process to import."""
+"""A string, because the runner itself must not import the module."""
 
 _POLL_S = 0.2
 _LAST_WORDS_S = 10.0
-"""How long a process that is told to end may take."""
+"""How long a process may take to end after SIGTERM."""
 
 
 class Listener(Protocol):
-    """Who is told how an experiment goes on."""
+    """Receives the progress of an experiment."""
 
     def planned(self, runs: Sequence[RunSpec], done: int) -> None:
-        """So many runs are to come, and so many have ended before; again where more follow."""
+        """These runs are planned, and so many have ended before; called again when more follow."""
         ...
 
     def started(self, spec: RunSpec) -> None:
-        """A run began."""
+        """A run has started."""
         ...
 
     def advanced(self, spec: RunSpec, step: int) -> None:
@@ -53,7 +53,7 @@ class Listener(Protocol):
         ...
 
     def ended(self, spec: RunSpec, ended: Ended, metric: float | None) -> None:
-        """A run came to its end; with the metric of its average model, where it got so far."""
+        """A run has ended; with the metric of its average model, if it was evaluated."""
         ...
 
 
@@ -66,14 +66,14 @@ def run_experiment(
     retry: bool = False,
     checkpoint_s: float = EVERY_S,
 ) -> None:
-    """Run what has not ended yet; what was cut off goes on from its checkpoint.
+    """Run all runs that have not ended; interrupted ones resume from their checkpoints.
 
     Args:
-        experiment: what is compared.
-        store: where records are kept; locked meanwhile.
-        listener: who is told.
-        jobs: runs at a time; by default as many as there are cores. Distributed runs come alone.
-        retry: run those again that failed; what is known of them is kept.
+        experiment: which runs there are.
+        store: where records are written; locked during the call.
+        listener: receives progress.
+        jobs: runs at a time; by default the number of cores. Distributed runs are run one by one.
+        retry: run failed runs again; the records of the failed attempt are kept.
         checkpoint_s: seconds between two checkpoints of a run; 0 for none.
     """
     cores = count_cores()
@@ -83,7 +83,7 @@ def run_experiment(
             chosen = deque(spec for spec in pending if spec.engine == engine)
             if chosen:
                 most = min(most, len(chosen))
-                # A distributed run's ranks share the cores, whoever else does.
+                # The ranks of a distributed run share the cores among themselves.
                 threads = threads_per_run(most if engine == "simulated" else cores)
                 budget = _budget(most, threads, experiment.norms_mb, checkpoint_s)
                 _Pool(store, listener, most, budget, experiment.timeout_s).run(chosen)
@@ -108,19 +108,19 @@ def run_experiment(
 def _pending(
     store: Store, runs: Sequence[RunSpec], begun: Container[str], *, retry: bool
 ) -> list[RunSpec]:
-    """Return what is still to be done; each run begins once, however it ends."""
+    """Return the runs that are left; each run is started once, however it ends."""
     return [s for s in runs if s.id not in begun and is_pending(store, s, retry=retry)]
 
 
 def _budget(jobs: int, threads: int, norms_mb: float, checkpoint_s: float) -> child.Budget:
-    """Return what each of so many runs at a time may take."""
+    """Return the share of the machine of each of several concurrent runs."""
     free_gb = free_bytes() / 1e9 / jobs
     memory_gb = free_gb if math.isfinite(free_gb) else None
     return child.Budget(threads, memory_gb, affordable(norms_mb), checkpoint_s)
 
 
 def is_pending(store: Store, spec: RunSpec, *, retry: bool) -> bool:
-    """Return whether a run is still to be done."""
+    """Return whether a run is left to do."""
     ended = store.ended(spec.id)
     return ended is None or (retry and ended.status not in RESULTS)
 
@@ -128,18 +128,18 @@ def is_pending(store: Store, spec: RunSpec, *, retry: bool) -> bool:
 @final
 @dataclass
 class _ActiveRun:
-    """A run that goes on."""
+    """A run in progress."""
 
     spec: RunSpec
     process: BaseProcess
     pipe: Connection
     began: float = math.inf
-    """When its process was there; importing what it needs does not count."""
+    """When its process was ready; the timeout does not include its imports."""
 
 
 @final
 class _Pool:
-    """Processes that each do one run, so many at a time."""
+    """A pool of processes, each of which does one run."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class _Pool:
         self._context = _forkserver()
 
     def run(self, pending: deque[RunSpec]) -> None:
-        """Do all of them."""
+        """Do all runs."""
         try:
             while pending or self._active:
                 while pending and len(self._active) < self._most:
@@ -172,7 +172,7 @@ class _Pool:
                         self._conclude(active, "timeout", f"took more than {self._timeout_s:g} s")
         finally:
             for active in self._active:
-                active.process.terminate()  # all, before the first is waited for
+                active.process.terminate()  # all of them before joining the first
             for active in [*self._active]:
                 self._stop(active)
 
@@ -205,7 +205,7 @@ class _Pool:
             self._listener.ended(active.spec, news.ended, news.metric)
 
     def _conclude(self, active: _ActiveRun, status: Status, reason: str) -> None:
-        """Write the end of a run that could not."""
+        """Write the last record of a run whose process could not."""
         spec = active.spec
         ended = Ended(status=status, reason=reason)
         where = environment() | {"threads": str(self._budget.threads)} | spec.sources
@@ -216,11 +216,11 @@ class _Pool:
             workload_facts=spec.workload_facts,
         )
         self._store.conclude(started, active.process.pid or 0, ended)
-        # It may have come to its own end in the last moment.
+        # It may have ended by itself just before it was stopped.
         self._listener.ended(spec, self._store.ended(spec.id) or ended, None)
 
     def _stop(self, active: _ActiveRun) -> None:
-        """End a process, if it has not ended; wait for it."""
+        """Terminate a process if it is alive, and join it."""
         self._active.remove(active)
         active.process.terminate()
         active.process.join(_LAST_WORDS_S)
@@ -231,7 +231,7 @@ class _Pool:
 
 
 def _forkserver() -> ForkServerContext:
-    """Return what starts processes that have imported torch, which takes seconds, already."""
+    """Return a context whose processes are forked after torch is imported, which takes seconds."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([_ON_A_LIFELINE, child.__name__, "sklearn.datasets"])
     with variables_of_runs():
@@ -242,5 +242,5 @@ def _forkserver() -> ForkServerContext:
 def _how_it_died(process: BaseProcess) -> str:
     code = process.exitcode
     if code is not None and code < 0:
-        return f"its process was ended by {signal.Signals(-code).name}; was memory short?"
-    return f"its process ended with code {code}"
+        return f"its process was killed by {signal.Signals(-code).name}; out of memory?"
+    return f"its process exited with code {code}"

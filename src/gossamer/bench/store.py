@@ -1,17 +1,18 @@
-"""The folder of an experiment: one file of records per run, and nothing half-written.
+"""The folder of an experiment: one file of records per run, written atomically.
 
-    experiment.toml                 what is compared
+    experiment.toml                 the experiment
     planned.json                    its runs, as gossamer.bench.planned reads them
-    runs/<id>.jsonl                 a run that came to an end, whichever
-    runs/<id>.<process>.part        a run that goes on, or was cut off
-    norms/<id>.parquet              its norms, where they are kept: there before the run's file
-    norms/<id>.<process>.part       those of a run that goes on, or was cut off
-    checkpoints/<id>/               where it goes on from, as gossamer.engine writes it
-    failures/<id>.<number>.jsonl    earlier attempts of runs that were tried again
+    runs/<id>.jsonl                 a run that has ended, with any status
+    runs/<id>.<process>.part        a run in progress, or an interrupted one
+    norms/<id>.parquet              norms, if stored: renamed before the run's file
+    norms/<id>.<process>.part       norms of a run in progress, or of an interrupted one
+    checkpoints/<id>/               what a run resumes from, as gossamer.engine writes it
+    failures/<id>.<number>.jsonl    earlier attempts of runs that were retried
     failures/<id>.<number>.parquet  and their norms
 
-A run's file gets its name when its last record is on the disk. So a folder can be killed at any
-moment: what is there is whole, and what is not is run again, from its checkpoint where it has one.
+A run's file is renamed to its final name when its last record is on the disk. So the runner can be
+killed at any moment: files that exist are complete, and other runs are run again, from their
+checkpoints if they have one.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ if TYPE_CHECKING:
     import polars as pl
 
 _TAIL = 8192
-"""Bytes at the end of a file in which its last line lies, or it is read whole."""
+"""Bytes at the end of a file that are read to find its last line; then the entire file."""
 
 
 _MOST_BYTES = 2**31
-"""Of a file that is read."""
+"""The largest file that is read."""
 
 _LONGEST_LINE = 2**24
 
 Stamps: TypeAlias = tuple[tuple[str, int, int], ...]
-"""Of one run's files: name, time of the last change, size."""
+"""The files of one run: name, modification time, size."""
 
 
 class StoreError(UserError):
@@ -51,16 +52,16 @@ class StoreError(UserError):
 
 
 class Story(NamedTuple):
-    """What a folder tells of one run: its records in order, to the end or as far as they reach."""
+    """The records of one run, in order; those before the damage where the file is damaged."""
 
     run_id: str
     records: list[Record]
     damage: str = ""
-    """What of its file could not be read."""
+    """What could not be read; empty if nothing is damaged."""
 
     @property
     def ended(self) -> Ended | None:
-        """How it ended; None where it goes on, or was cut off."""
+        """The last record if the run has ended; None if it is in progress or was interrupted."""
         last = self.records[-1] if self.records else None
         return last if isinstance(last, Ended) else None
 
@@ -70,7 +71,7 @@ class Store:
     """An experiment's folder.
 
     Args:
-        folder: made where it does not exist.
+        folder: created if it does not exist.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -81,15 +82,15 @@ class Store:
         self._failures = folder / "failures"
         self._checkpoints = folder / "checkpoints"
 
-    # - The whole
+    # - The experiment
 
     @contextlib.contextmanager
     def locked(self, text: str, plan: str | None = None) -> Generator[None]:
-        """Be the only one that runs an experiment here.
+        """Hold the lock of the folder, so that only one runner works in it.
 
         Args:
-            text: of the experiment, kept beside its runs.
-            plan: which runs it has; without, one of before is removed, which may be of others.
+            text: the experiment's file, stored beside its runs.
+            plan: its runs; None removes an older plan, which may be of another experiment.
         """
         with _explained(self.folder):
             self._runs.mkdir(parents=True, exist_ok=True)
@@ -99,49 +100,50 @@ class Store:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError:
                 raise StoreError(
-                    f"one runner at a time must work in {self.folder}, got a second one; wait for "
-                    "the other to end, or choose another folder with --out"
+                    f"only one runner can use {self.folder}, and another one holds its lock; wait "
+                    "for it to end, or choose another folder with --out"
                 ) from None
             with _explained(self.folder):
                 for part in [*self._runs.glob("*.part"), *self._norms.glob("*.part")]:
-                    # A run that goes on inside itself yields its records again, but not its norms.
-                    goes_on = part.parent == self._norms and self._has_checkpoint(part)
-                    if not goes_on:
-                        part.unlink()  # first: where the disk is full, this makes room
-                self._planned.unlink(missing_ok=True)  # first: it never stands beside another text
+                    # A run that resumes yields its records again, but not its norms.
+                    resumes = part.parent == self._norms and self._has_checkpoint(part)
+                    if not resumes:
+                        part.unlink()  # first, because it frees space where the disk is full
+                # Before the text is replaced: a plan must never be beside another text.
+                self._planned.unlink(missing_ok=True)
                 _replace(self.experiment_path, text)
                 if plan is not None:
                     _replace(self._planned, plan)
             yield
 
     def plan(self, text: str) -> None:
-        """Say which runs the experiment has, where that is known only as it goes on."""
+        """Replace the plan, where the results of trials add runs to it."""
         with _explained(self.folder):
             _replace(self._planned, text)
 
     @property
     def experiment_path(self) -> Path:
-        """Where the text of the experiment is kept."""
+        """The path of the experiment's file."""
         return self.folder / "experiment.toml"
 
     def planned(self) -> str | None:
-        """Return which runs the experiment has, as it was given; None where it was not."""
+        """Return the stored plan; None if there is none."""
         if not self._planned.exists():
             return None
         with _explained(self._planned):
             return read_bounded(self._planned, _MOST_BYTES).decode(errors="replace")
 
     def run_ids(self) -> list[str]:
-        """Return the runs that have a file, whole or in part."""
+        """Return the runs that have a file, complete or not."""
         return list(self.stamps())
 
     def stamps(self) -> dict[str, Stamps]:
-        """Return what tells whether anything has changed: by run, its files, times and sizes."""
+        """Return names, times and sizes of each run's files, which change when its records do."""
         found: dict[str, list[tuple[str, int, int]]] = {}
         for path in sorted([*self._runs.glob("*.jsonl"), *self._runs.glob("*.part")]):
             try:
                 status = path.stat()
-            except FileNotFoundError:  # renamed meanwhile
+            except FileNotFoundError:  # renamed since glob()
                 continue
             if not stat.S_ISREG(status.st_mode):  # a pipe or a folder holds no records
                 continue
@@ -150,10 +152,10 @@ class Store:
         return {run_id: tuple(stamps) for run_id, stamps in found.items()}
 
     def drop_checkpoints(self, but: Collection[str]) -> None:
-        """Remove what no run goes on from any more.
+        """Remove checkpoints that no run needs any more.
 
         Args:
-            but: runs whose checkpoints stay.
+            but: runs whose checkpoints are kept.
         """
         for path in self._checkpoints.glob("*"):
             if path.name not in but:
@@ -162,17 +164,17 @@ class Store:
     # - One run
 
     def checkpoint_folder(self, run_id: str) -> Path:
-        """Return where a run keeps its checkpoint."""
+        """Return the folder of a run's checkpoint."""
         return self._checkpoints / run_id
 
     def drop_checkpoint(self, run_id: str) -> None:
-        """Remove the checkpoint of a run that came to its end."""
+        """Remove the checkpoint of a run."""
         shutil.rmtree(self.checkpoint_folder(run_id), ignore_errors=True)
-        with contextlib.suppress(OSError):  # other runs have theirs, or there was none
+        with contextlib.suppress(OSError):  # not empty, or missing
             self._checkpoints.rmdir()
 
     def ended(self, run_id: str) -> Ended | None:
-        """Return how a run ended, from the last line of its file alone; None where it did not."""
+        """Return the last record of a run, from the end of its file; None if it has not ended."""
         try:
             with _explained(self._path(run_id)), open_regular(self._path(run_id)) as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))
@@ -189,7 +191,7 @@ class Store:
         return record if isinstance(record, Ended) else None
 
     def started(self, run_id: str) -> Started | None:
-        """Return how a run began that has ended, from the first line of its file alone."""
+        """Return the first record of a run that has ended, reading only the first line."""
         try:
             with open_regular(self._path(run_id)) as file:
                 record = from_line(file.readline(_LONGEST_LINE).decode())
@@ -198,7 +200,7 @@ class Store:
         return record if isinstance(record, Started) else None
 
     def read(self, run_id: str) -> Story:
-        """Return the records of a run, as far as they can be read."""
+        """Return the records of a run, up to the first that cannot be read."""
         path = self._path(run_id)
         if not path.exists():
             path = max(self._runs.glob(f"{run_id}.*.part"), key=_modified, default=path)
@@ -206,14 +208,16 @@ class Store:
             lines = read_bounded(path, _MOST_BYTES).split(b"\n")
         records: list[Record] = []
         for number, line in enumerate(lines, start=1):
-            if number == len(lines):  # what follows the last newline is not yet a line
+            if number == len(lines):  # the rest after the last newline is incomplete
                 break
             try:
                 records.append(from_line(line.decode()))
             except (UserError, UnicodeDecodeError) as error:
                 return Story(run_id, records, f"{path}: line {number} cannot be read: {error}")
         cut = path.suffix == ".jsonl" and not (records and isinstance(records[-1], Ended))
-        return Story(run_id, records, f"{path} is cut after line {len(records)}" if cut else "")
+        return Story(
+            run_id, records, f"{path} is truncated after line {len(records)}" if cut else ""
+        )
 
     def stories(self) -> Iterator[Story]:
         """Yield all runs."""
@@ -222,8 +226,8 @@ class Store:
     def norms(self, run_id: str) -> pl.DataFrame | None:
         """Return the L2 norm of every tensor on every replica, just before they were averaged.
 
-        Columns step, tensor, worker and norm, in this order; None where the run has not ended, or
-        has none. Of which steps they are, and why, says ``norms_every`` of its first record.
+        Columns step, tensor, worker and norm, in this order; None if the run has not ended or has
+        no norms. ``norms_every`` in its first record is the interval between stored steps.
         """
         path = self.norms_path(run_id)
         if not path.is_file() or self.ended(run_id) is None:
@@ -232,19 +236,19 @@ class Store:
             return read_norms(path)
 
     def norms_path(self, run_id: str) -> Path:
-        """Return where a run's norms are, where it has any."""
+        """Return the path of a run's norms."""
         return self._norms / f"{run_id}.parquet"
 
     @contextlib.contextmanager
     def writing(self, run_id: str) -> Generator[Callable[[Record], None]]:
-        """Write the records of a run; they count when the block ends without an exception."""
+        """Write the records of a run; its file appears when the block ends without an exception."""
         part = self._part(run_id, os.getpid())
         norms = self._norms_part(run_id, os.getpid())
         with _explained(part):
             lines = part.open("w")
             for cut_off in self._norms.glob(f"{run_id}.*.part"):
                 norms.take_over(cut_off)
-            self.norms_path(run_id).unlink(missing_ok=True)  # of what ended without a file
+            self.norms_path(run_id).unlink(missing_ok=True)  # of an attempt without a file
 
         def write(record: Record) -> None:
             with _explained(part):
@@ -263,12 +267,12 @@ class Store:
                 norms.finish(self.norms_path(run_id))
         finally:
             for file in (lines, norms):
-                with contextlib.suppress(OSError):  # of a full disk, once more
+                with contextlib.suppress(OSError):  # a full disk raises again on close
                     file.close()
         self._settle(part, run_id)
 
     def conclude(self, started: Started, process: int, ended: Ended) -> None:
-        """End the file of a run whose process could not; a file that is whole stays as it is."""
+        """Complete the file of a run whose process died; a file that is complete is not changed."""
         if self.ended(started.run_id) is not None:
             return
         part = self._part(started.run_id, process)
@@ -277,15 +281,15 @@ class Store:
             if not self.checkpoint_folder(started.run_id).exists():
                 norms.discard()
             written = part.read_bytes() if part.exists() else b""
-            whole = written[: written.rfind(b"\n") + 1] or f"{to_line(started)}\n".encode()
+            complete = written[: written.rfind(b"\n") + 1] or f"{to_line(started)}\n".encode()
             with part.open("wb") as file:
-                file.write(whole + f"{to_line(ended)}\n".encode())
+                file.write(complete + f"{to_line(ended)}\n".encode())
                 file.flush()
                 os.fsync(file.fileno())
         self._settle(part, started.run_id)
 
     def set_aside(self, run_id: str) -> None:
-        """Keep the file of a run that failed or is damaged, and is to be run again."""
+        """Move the file of a failed or damaged run to ``failures``, before it is run again."""
         if not self._path(run_id).exists():
             return
         with _explained(self._failures):
@@ -315,7 +319,7 @@ class Store:
 
 
 def _replace(path: Path, text: str) -> None:
-    # Not files.write_atomic: what fails is a StoreError, which says what is kept.
+    # Not files.write_atomic: the caller turns an OSError into a StoreError.
     aside = path.with_name(f"{path.name}.part")
     try:
         aside.write_text(text)
@@ -334,6 +338,6 @@ def _explained(path: Path) -> Generator[None]:
         yield
     except OSError as error:
         raise StoreError(
-            f"records must be kept in {path}, got: {error.strerror or error}; make room or choose "
-            "another folder with --out, and start again: runs that ended are kept"
+            f"cannot read or write {path}: {error.strerror or error}; free disk space or choose "
+            "another folder with --out, and start again: runs that have ended are kept"
         ) from error

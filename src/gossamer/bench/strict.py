@@ -1,4 +1,4 @@
-"""Values from files, checked strictly: what is wrong is one line that names the nearest key."""
+"""Strict validation of values from files; errors are one line and suggest the nearest key."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 
 def validated(model: type[_Model], given: Mapping[str, Any], where: str) -> _Model:
-    """Return the value that a mapping holds; no type is taken for another.
+    """Validate a mapping as a model, without conversions between types.
 
     Args:
-        model: what it is to be.
+        model: the type of the result.
         given: its fields.
-        where: what an error calls it.
+        where: its name in errors.
     """
     try:
         return model.model_validate(dict(given), strict=True)
     except ValidationError as error:
-        # A misspelt key is the cause of a missing one.
+        # A misspelt key comes first: it is the cause of a missing one.
         first = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
         cause = first.get("ctx", {}).get("error")
         if isinstance(cause, UserError):

@@ -1,4 +1,4 @@
-"""What the trials in a folder came to: from it follows which runs an experiment has next."""
+"""The results of the trials in a folder, from which the next runs of an experiment follow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gossamer.records import RESULTS, Evaluation
 
 @final
 class Trials:
-    """Reads a folder again and again, and each run that has ended once."""
+    """Reads the trials of a folder; each run that has ended is read once."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -21,7 +21,7 @@ class Trials:
         self._others: set[str] = set()
 
     def outcomes(self) -> Outcomes:
-        """Return what is known now; a trial that failed has no outcome, and may be tried again."""
+        """Return the results so far; a trial that failed has none, and may be retried."""
         for run_id in self._store.run_ids():
             if run_id in self._known or run_id in self._others:
                 continue
@@ -36,9 +36,9 @@ class Trials:
 
     def _metric(self, run_id: str) -> float | None:
         story = self._store.read(run_id)
-        if story.damage:  # the last evaluation may be what is missing
+        if story.damage:  # the last evaluation may be missing
             raise UserError(
-                f"trials must have all of their records, got {story.damage}; remove the file, and "
+                f"records of a trial must be complete, got {story.damage}; remove the file, and "
                 "run the experiment again"
             )
         *_, last = [math.nan, *(r.average for r in story.records if isinstance(r, Evaluation))]

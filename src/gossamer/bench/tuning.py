@@ -1,12 +1,13 @@
-"""Learning rates, tuned with the same trials for every method.
+"""Tuning of learning rates, with the same trials for every method.
 
-Trials are runs on a part of the training samples, judged by the rest (``validation_share``). All
-methods of a setting try the same rates with the same seeds. While the best rate of any of them is
-the smallest or the largest, all get one more on that side, up to a bound. What is compared in the
-end are other runs: on all training samples, with other seeds, judged by the test.
+A trial trains on a part of the training samples and is evaluated on the rest
+(``validation_share``). All methods of a setting try the same rates with the same seeds. While the
+best rate of any of them is the smallest or the largest, all get one more on that side, up to a
+limit. The runs that are compared are others: on all training samples, with other seeds, evaluated
+on the test samples.
 
-Which runs there are follows from the experiment and from what trials came to so far, and from
-nothing else: whoever asks again gets the same answer, after any cut.
+The set of runs is a pure function of the experiment and of the results of trials so far: after an
+interruption it is the same.
 """
 
 from __future__ import annotations
@@ -27,28 +28,28 @@ from gossamer.errors import UserError
 from gossamer.registry import shorten
 
 Outcomes: TypeAlias = Mapping[str, float | None]
-"""What trials came to, by run: the metric of the average model; None for those that diverged."""
+"""Results of trials, by run: the metric of the average model; None for those that diverged."""
 
 WORST = -math.inf
-"""The quality of what diverged."""
+"""The quality of a rate at which a trial diverged."""
 
 
 class Rate(BaseModel):
-    """One learning rate of a method: its trials, and what they came to."""
+    """One learning rate of a method: its trials and their quality."""
 
     model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")
 
     lr: float
     trials: list[str]
-    """Runs, one per seed."""
+    """Ids of runs, one per seed."""
 
     quality: float | None
-    """Mean over trials of the metric, negated where lower is better; −∞ where one diverged; None
-    where one has no result yet."""
+    """Mean over trials of the metric, negated where lower is better; −∞ if one diverged; None if
+    one has no result yet."""
 
 
 class TunedMethod(BaseModel):
-    """What tuning a method came to so far."""
+    """The state of tuning one method."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -60,10 +61,10 @@ class TunedMethod(BaseModel):
     """The rate of its final runs; None while trials are left."""
 
     edge: str = ""
-    """``lowest`` or ``highest`` where the best is the last rate on that side."""
+    """``lowest`` or ``highest`` if the best is the last rate on that side."""
 
     diverged: bool = False
-    """Whether no rate was without divergence; the smallest is then taken for the best."""
+    """Whether trials diverged at every rate; the smallest then counts as the best."""
 
     final: list[str] = []
     """Its final runs."""
@@ -75,26 +76,26 @@ class Study(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     setting: dict[str, Any]
-    """What all of its runs have in common."""
+    """The fields that all of its runs share."""
 
     given: list[float]
-    """Rates that the experiment asks for; more are added where the best lies on an edge."""
+    """Rates of the experiment; more are added while the best is at an edge."""
 
     extensions: int
-    """The most that are added on each side."""
+    """The most rates that are added on each side."""
 
     seeds: list[int]
-    """Of trials."""
+    """Seeds of trials."""
 
     final_seeds: list[int]
     validation: float
-    """Share of the training samples that trials are judged by."""
+    """Share of the training samples that trials are evaluated on."""
 
     methods: list[TunedMethod]
 
     @property
     def over(self) -> bool:
-        """Whether every method has its rate."""
+        """Whether every method has its best rate."""
         return all(method.best is not None for method in self.methods)
 
 
@@ -115,34 +116,34 @@ class Setting:
 
     @property
     def key(self) -> str:
-        """What tells it from other settings."""
+        """A string that is unique to the setting."""
         return json.dumps([self._common, self._tune.model_dump()], sort_keys=True)
 
     def add(self, spec: RunSpec) -> None:
-        """Add a run of a method, at whatever rate."""
+        """Add a run of a method; its learning rate is ignored."""
         runs = self._runs.setdefault(spec.method, {})
         if any(changed(other, {"seed": spec.seed}) != spec for other in runs.values()):
             raise UserError(
-                "methods that are tuned together must have names of their own, got two that are "
-                f"{spec.method!r}; name them apart"
+                "methods that are tuned together must have different names, got two with the name "
+                f"{spec.method!r}; rename one of them"
             )
         runs[spec.seed] = spec
 
     def refuse_untuned(self, spec: RunSpec) -> None:
-        """Raise where a run at a rate of its own would be taken for one of a method tuned here."""
+        """Raise if an untuned run would be mistaken for one of a method that is tuned here."""
         tuned = next(iter(self._runs.get(spec.method, {}).values()), None)
         if tuned is not None and changed(tuned, {"seed": spec.seed, "lr": spec.lr}) == spec:
             raise UserError(
-                f"a method must be tuned or have its own rate, got {spec.method!r} with both on "
-                f"{spec.workers} workers; give it another name where it is not tuned"
+                f"a method must either be tuned or have a fixed rate, got {spec.method!r} with "
+                f"both on {spec.workers} workers; give it another name where it is not tuned"
             )
 
     def study(self, outcomes: Outcomes, add: Callable[[RunSpec], str]) -> Study:
-        """Return how far tuning is.
+        """Return the state of tuning.
 
         Args:
-            outcomes: of trials.
-            add: takes every run that is known, trials first, and returns its id.
+            outcomes: results of trials.
+            add: called with every run that is known, trials first; returns its id.
         """
         tune = self._tune
         trials: dict[str, dict[float, list[str]]] = {method: {} for method in self._runs}
@@ -177,7 +178,7 @@ class Setting:
 
 
 def study_names(studies: Sequence[Study]) -> list[str]:
-    """Return what a reader calls each study: workload, scale, and in what else studies differ."""
+    """Return the name of each study: workload, scale, and the fields in which studies differ."""
     settings = [study.setting for study in studies]
     differing = [
         field
@@ -195,7 +196,7 @@ def study_names(studies: Sequence[Study]) -> list[str]:
 
 
 def is_trial(spec: Mapping[str, Any]) -> bool:
-    """Return whether a run was to find a learning rate, and is not compared itself."""
+    """Return whether a run is a trial, which tunes a learning rate and is not compared."""
     return bool(spec.get("validation_share"))
 
 
@@ -205,25 +206,25 @@ def changed(spec: RunSpec, changes: Mapping[str, Any]) -> RunSpec:
 
 
 class Found(NamedTuple):
-    """The rates that are tried, and each method's best, as far as is known."""
+    """The rates that are tried, and each method's best, as far as they are known."""
 
     grid: list[float]
     quality: dict[str, list[float | None]]
-    """By method, of each rate of the grid."""
+    """By method, for each rate of the grid."""
 
     best: dict[str, int]
-    """By method, its place in the grid; empty while something is left to try."""
+    """By method, the index of its best rate; empty while trials are left."""
 
 
 def search(
     tune: Tune, methods: Sequence[str], quality: Callable[[str, float], float | None]
 ) -> Found:
-    """Return which rates to try, from what is known of those tried before.
+    """Return which rates to try next, given the results so far.
 
     Args:
-        tune: the rates to begin with, and how many may be added.
-        methods: all that get the same rates.
-        quality: of a method at a rate, more is better; None where it is not known.
+        tune: the initial rates, and how many may be added.
+        methods: the methods that try the same rates.
+        quality: of a method at a rate, more is better; None if it is not known yet.
     """
     below = above = 0
     while True:
@@ -246,7 +247,7 @@ def search(
 def _mean_quality(
     trials: Sequence[str], outcomes: Outcomes, higher_is_better: bool
 ) -> float | None:
-    """Return how good a rate is; −∞ where a trial diverged, None while one is left."""
+    """Return the quality of a rate; −∞ if a trial diverged, None while one is left."""
     if not all(run_id in outcomes for run_id in trials):
         return None
     metrics = [outcomes[run_id] for run_id in trials]
@@ -259,7 +260,7 @@ def _mean_quality(
 def _tuned_method(
     name: str, found: Found, trials: Mapping[float, list[str]], final: list[str]
 ) -> TunedMethod:
-    """Return what a search says of one of its methods."""
+    """Return the result of a search for one of its methods."""
     rates = [
         Rate(lr=lr, trials=trials[lr], quality=quality)
         for lr, quality in zip(found.grid, found.quality[name], strict=True)
@@ -278,12 +279,12 @@ def _tuned_method(
 
 
 def edge_of(place: int, num_rates: int) -> str:
-    """Return on which edge of the rates a place is, if it is."""
+    """Return at which edge of the grid an index is; empty if it is inside."""
     return {0: "lowest", num_rates - 1: "highest"}.get(place, "")
 
 
 def _grid(given: Sequence[float], below: int, above: int) -> list[float]:
-    """Return the rates with more at both ends, in the ratio of the last two there."""
+    """Return the rates, extended at both ends in the ratio of the last two there."""
     grid = list(given)
     for _ in range(below):
         grid.insert(0, _rounded(grid[0] * grid[0] / grid[1]))
@@ -297,9 +298,9 @@ def _rounded(lr: float) -> float:
 
 
 def best_place(qualities: Sequence[float]) -> int:
-    """Return the place of the best; of equals one that is not on the edge, and the smaller rate.
+    """Return the index of the best; of equal ones one inside the grid, and the smaller rate.
 
-    Where all diverged it is the smallest: what to try next lies below.
+    If all diverged it is the smallest, so that the grid is extended downwards.
 
     Args:
         qualities: of rates from the smallest to the largest; −∞ for those that diverged.

@@ -1,4 +1,4 @@
-"""Pages: one file each, with everything in it, that follow the reader's screen and colours."""
+"""Self-contained pages of one file, responsive, in light and dark colours."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def subplots(**layout: Any) -> Figure:
-    """Return an empty figure: plotly's make_subplots in our theme, or what to install."""
+    """Return an empty figure in our theme, by plotly's make_subplots."""
     with needed_by("pictures need"):
         from plotly.subplots import make_subplots
     figure = make_subplots(**layout).update_layout(template=template(LIGHT))
@@ -29,47 +29,47 @@ def subplots(**layout: Any) -> Figure:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure as .html (self-contained), .png or .svg; the file is atomic.
+    """Write a figure as .html (self-contained), .png or .svg, atomically.
 
     Images need a Chrome or Chromium on the machine.
     """
     kind = path.suffix.lower()[1:]
     if kind not in ("html", "png", "svg"):
         raise UserError(
-            f"a picture is a .html, .png or .svg file, got {path.name!r}; change its ending"
+            f"a picture is a .html, .png or .svg file, got {path.name!r}; change its suffix"
         )
     if kind == "html":
         data = render("gossamer.charts", "figure.html", {"figure": figure}).encode()
     else:
-        with rendering("write .html, which needs neither"):
+        with rendering("write .html, which needs no browser"):
             data = figure.to_image(format=kind, scale=2 if kind == "png" else 1)
     write_atomic(path, lambda aside: aside.write_bytes(data))
 
 
 @contextmanager
 def rendering(otherwise: str) -> Generator[None]:
-    """Let plotly's failure to make an image in this block say what it takes.
+    """Turn plotly's failure to render an image in this block into a UserError.
 
     Args:
-        otherwise: what a user can do without a browser.
+        otherwise: the alternative without a browser.
     """
     try:
         yield
     except (ImportError, RuntimeError, ValueError) as error:
         raise UserError(
-            "images are drawn by kaleido in a Chrome or Chromium, and that failed "
+            "images are rendered by kaleido in Chrome or Chromium, which failed "
             f"({type(error).__name__}); install chromium and gossamer[bench], or {otherwise}"
         ) from error
 
 
 def render(package: str, name: str, figures: Mapping[str, Figure], **given: Any) -> str:
-    """Return a page whose figures are plotly's, each drawn where the page has its name.
+    """Return a page with plotly figures, each at the place with its name.
 
     Args:
-        package: where the page's template is.
+        package: of the page's template.
         name: of the template, which extends ``shell.html``.
         figures: by name.
-        **given: what else the template shows.
+        **given: further variables of the template.
     """
     drawn = {key: json.loads(str(figure.to_json())) for key, figure in figures.items()}
     data = to_script({"figures": drawn})
@@ -78,7 +78,7 @@ def render(package: str, name: str, figures: Mapping[str, Figure], **given: Any)
 
 @cache
 def templates(package: str) -> Environment:
-    """Return the templates of a package, and the shell that they extend."""
+    """Return the templates of a package, with the shell that they extend."""
     with needed_by("pages need"):
         import jinja2
         from markupsafe import Markup
@@ -104,7 +104,7 @@ def templates(package: str) -> Environment:
 
 
 def to_script(data: Mapping[str, Any]) -> Markup:
-    """Return JSON to stand in a script element, where nothing but its end has a meaning."""
+    """Return JSON for a script element, with ``<`` escaped so that it cannot end the element."""
     from markupsafe import Markup
 
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)

@@ -1,18 +1,18 @@
-"""The look of every page and image: colours, once, for CSS and for plotly."""
+"""The theme of all pages and images: colours for CSS and for plotly."""
 
 from __future__ import annotations
 
 from typing import Any, TypeAlias
 
-# Okabe and Ito's palette: distinguishable with every common form of colour blindness, and those of
-# it that can be seen on white and on black.
+# Okabe and Ito's palette, distinguishable with every common form of colour blindness; only the
+# colours that are visible on white and on black.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 REFERENCE = "#808080"
-"""What is compared with, and notes: also seen on both."""
+"""References and annotations; also visible on both."""
 
 
-# On a light screen and on a dark one; the names are those of the page's CSS variables. In a heat
-# map, the most stands out from the card.
+# (light, dark); the names are those of the page's CSS variables. In a heat map the largest value
+# contrasts most with the card.
 _SCHEMES = {
     "paper": ("#f6f7f9", "#12161b"),
     "card": ("#ffffff", "#1a2027"),
@@ -34,12 +34,12 @@ DARK: Colors = {name: dark for name, (_, dark) in _SCHEMES.items()}
 
 
 def css(colors: Colors) -> str:
-    """Return a scheme as declarations."""
+    """Return a scheme as CSS declarations."""
     return " ".join(f"--{name}: {color};" for name, color in colors.items())
 
 
 def template(colors: Colors) -> dict[str, Any]:
-    """Return plotly's template of a scheme: what a figure does not say itself."""
+    """Return the plotly template of a scheme, the defaults of all figures."""
     axis = {
         "gridcolor": colors["line"],
         "linecolor": colors["line"],

@@ -33,18 +33,15 @@ File = Annotated[
     Path,
     typer.Argument(help="The experiment, a TOML file.", autocompletion=complete_experiment),
 ]
-Out = Annotated[
-    Path | None, typer.Option(help="Where records are kept.", show_default="results/NAME")
-]
-Jobs = Annotated[int | None, typer.Option(min=1, help="Runs at a time; by default one per core.")]
+Out = Annotated[Path | None, typer.Option(help="Folder of records.", show_default="results/NAME")]
+Jobs = Annotated[int | None, typer.Option(min=1, help="Concurrent runs; by default one per core.")]
 
 
 @bench_app.callback()
 def describe() -> None:
     """Compare ways to train: DBench.
 
-    An experiment is a TOML file; docs/dbench.md says how to
-    write one.
+    An experiment is a TOML file; docs/dbench.md describes it.
 
     Examples:
     $ gossamer bench expand experiments/digits-1008.toml
@@ -63,17 +60,18 @@ def expand_command(
         bool | None,
         typer.Option(
             "--estimate/--no-estimate",
-            help="Measure a few steps, for half a minute at most.",
+            help="Measure a few steps, for at most half a minute.",
             show_default="from records",
         ),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """List the runs of an experiment, and about how long they take.
+    """List the runs of an experiment, and estimate their time.
 
-    How long is known from records of runs of the same
-    kind, and else measured with --estimate. Where learning
-    rates are tuned, runs are those known so far: --out tells.
+    The estimate uses records of runs of the same kind;
+    --estimate measures a few steps of the others. Where
+    learning rates are tuned, the runs listed are those that
+    follow from the trials in --out.
 
     Examples:
     $ gossamer bench expand experiments/digits-1008.toml
@@ -105,20 +103,21 @@ def run_command(
     file: File,
     out: Out = None,
     jobs: Jobs = None,
-    retry: Annotated[bool, typer.Option("--retry", help="Run those again that failed.")] = False,
+    retry: Annotated[bool, typer.Option("--retry", help="Run failed runs again.")] = False,
     checkpoint_every: Annotated[
         float,
-        typer.Option(min=0, metavar="SECONDS", help="Between a run's checkpoints; 0 for none."),
+        typer.Option(min=0, metavar="SECONDS", help="Between checkpoints of a run; 0 for none."),
     ] = 180.0,
     data_dir: DataDir = None,
     as_json: Json = False,
 ) -> None:
-    """Run an experiment, or what is left of it.
+    """Run an experiment, or resume it.
 
-    Started again after any end, it goes on with what is not
-    done, in a run from its last checkpoint. Under torchrun it
-    runs the distributed ones on the ranks that are there. It
-    ends with 1 where a run failed.
+    Started again after an interruption, it resumes with the
+    runs that are left, each from its last checkpoint. Under
+    torchrun it does the distributed runs that have as many
+    workers as there are ranks. The exit code is 1 if a run
+    failed.
 
     Examples:
     $ gossamer bench run experiments/digits-1008.toml --jobs 2
@@ -141,7 +140,7 @@ def run_command(
 
 @bench_app.command("status", cls=Verb)
 def status_command(folder: Folder, as_json: Json = False) -> None:
-    """Say which runs are done, which failed, and why.
+    """Show which runs are done, which failed, and why.
 
     Examples:
     $ gossamer bench status results/digits-1008
@@ -152,7 +151,7 @@ def status_command(folder: Folder, as_json: Json = False) -> None:
     store = Store(folder)
     if not store.experiment_path.exists():
         raise UserError(
-            f"records are kept in a folder with an experiment.toml, got {folder}; "
+            f"a folder of records has an experiment.toml, got {folder}; "
             "make one with gossamer bench run"
         )
     _print_status(store, as_json=as_json)
@@ -167,11 +166,11 @@ def demo_command(
     jobs: Jobs = None,
     as_json: Json = False,
 ) -> None:
-    """Say which way to train is first on which link; write a report.
+    """Find the fastest way to train on each link; write a report.
 
     Three ways to train a small GPT on 8 workers, seven to
     train digits on 8 and 64; about two minutes on two cores.
-    Resumes after any end.
+    Resumes if it was interrupted.
 
     Examples:
     $ gossamer demo
@@ -180,7 +179,7 @@ def demo_command(
     from gossamer.bench import Store
     from gossamer.bench.experiment import parse
 
-    check_installed()  # now, and not when all has been trained
+    check_installed()  # before training, not after it
     text = resources.files("gossamer.bench").joinpath("demo.toml").read_text()
     experiment, store = parse(text, "demo.toml"), Store(out)
     _run(experiment, store, jobs=jobs)
@@ -195,7 +194,7 @@ def _run(experiment: Experiment, store: Store, **options: Any) -> None:
     try:
         run_and_show(experiment, store, **options)
     except KeyboardInterrupt as stop:
-        say("interrupted; start it again to go on")
+        say("interrupted; start it again to resume")
         (number,) = stop.args or (signal.SIGINT,)
         sys.exit(128 + number)
     finally:
@@ -223,7 +222,7 @@ def _cell(value: Any) -> str:
 
 
 def _facts(spec: RunSpec | PlannedRun) -> dict[str, Any]:
-    """Return what tells a run from others."""
+    """Return the columns that identify a run."""
     from gossamer.registry import shorten
 
     return {
@@ -253,7 +252,7 @@ def _print_estimate(
     if as_json:
         show_json("estimate", found._asdict())
     elif found.seconds is None:
-        say(f"{store.folder} has no runs that tell how long these take; --estimate measures it")
+        say(f"{store.folder} has no records to estimate the time from; --estimate measures it")
     else:
         sources = {
             "from records": found.recorded,
@@ -281,12 +280,14 @@ def _print_status(store: Store, *, as_json: bool) -> None:
     saved = {spec.id: Checkpointing(store.checkpoint_folder(spec.id)).step for spec in planned.runs}
     files = {*store.run_ids()}
     there = files | {run_id for run_id, step in saved.items() if step}
-    cut_off = {run_id for run_id, ended in ends.items() if ended is None and run_id in there}
+    interrupted = {run_id for run_id, ended in ends.items() if ended is None and run_id in there}
     damages = {
-        run_id: damage for run_id in cut_off & files if (damage := store.read(run_id).damage)
+        run_id: damage for run_id in interrupted & files if (damage := store.read(run_id).damage)
     }
     statuses: dict[str, str] = {run_id: ended.status for run_id, ended in ends.items() if ended}
-    statuses |= dict.fromkeys(ends.keys() - there, "to do") | dict.fromkeys(cut_off, "unfinished")
+    statuses |= dict.fromkeys(ends.keys() - there, "to do") | dict.fromkeys(
+        interrupted, "unfinished"
+    )
     statuses |= dict.fromkeys(damages, "damaged")
     if as_json:
         for spec in planned.runs:
@@ -311,7 +312,7 @@ def _print_status(store: Store, *, as_json: bool) -> None:
             show(escape(f"{title(spec)}: has a checkpoint, step {step} of {spec.num_steps}"))
     show_studies(planned.studies)
     if counts["error"] or counts["timeout"]:
-        show("run it with --retry to try those again")
+        show("gossamer bench run --retry runs the failed ones again")
 
 
 def _print_rest_json(planned: Matrix | PlannedRuns) -> None:

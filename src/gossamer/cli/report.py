@@ -11,9 +11,7 @@ from gossamer.cli.names import complete_results
 from gossamer.cli.terminal import Json, say, show, show_json
 from gossamer.extras import needed_by
 
-Folder = Annotated[
-    Path, typer.Argument(help="Where records are kept.", autocompletion=complete_results)
-]
+Folder = Annotated[Path, typer.Argument(help="Folder of records.", autocompletion=complete_results)]
 
 
 def report_command(
@@ -32,7 +30,7 @@ def report_command(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Write a page that says which method wins, at what cost, and why.
+    """Write a page: which method wins, at what cost, and why.
 
     Examples:
     $ gossamer bench report results/digits-1008
@@ -66,11 +64,11 @@ def report_command(
 
 def watch_command(
     folder: Folder,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 0,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 for any free port.")] = 0,
 ) -> None:
-    """Show that page in a browser while the runs go on.
+    """Serve the report to a browser while runs are in progress.
 
-    Prints an address of this machine; Ctrl-C ends it.
+    Prints its address on this machine; stop it with Ctrl-C.
 
     Examples:
     $ gossamer bench watch results/digits-1008
@@ -81,15 +79,15 @@ def watch_command(
 
     server = Watch(folder, port)
     print(server.url, flush=True)
-    say("open this address; Ctrl-C ends it")
+    say("open this address in a browser; Ctrl-C stops the server")
     try:
         server.serve()
     except KeyboardInterrupt:
-        say("ended")
+        say("stopped")
 
 
 def check_installed() -> None:
-    """Raise where the extra that draws is not installed."""
+    """Raise if the extra that draws figures is not installed."""
     with needed_by("reports need"):
         import jinja2  # noqa: F401  # pyright: ignore[reportUnusedImport]
         import plotly  # noqa: F401  # pyright: ignore[reportUnusedImport]

@@ -23,7 +23,7 @@ def show_studies(studies: Sequence[Study]) -> None:
 def _best(study: Study) -> Iterator[str]:
     if not study.over:
         left = sum(rate.quality is None for method in study.methods for rate in method.rates)
-        yield f"{left} rates of methods are still to be tried, more runs follow"
+        yield f"{left} rates of methods are left to try; more runs follow"
         return
     for method in study.methods:
         yield f"{method.name} {method.best:g}{_remark(method)}"

@@ -1,4 +1,4 @@
-"""From stories to tables: pure functions, no files and no pictures."""
+"""Compute the tables of a report from records: pure functions without files or figures."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ __all__ = ["MEASURES", "PHASES", "Analysis", "Tables", "analyse", "analyse_table
 
 
 class Analysis(NamedTuple):
-    """Everything a report says, as tables."""
+    """All tables of a report."""
 
     runs: pl.DataFrame
     steps: pl.DataFrame
     evaluations: pl.DataFrame
     dispersion: pl.DataFrame
     trials: pl.DataFrame
-    """Runs that were to find a learning rate; of all others but the last two they are no part."""
+    """Trials of learning rates; only ``sensitivity`` and ``tuning`` use them."""
 
     dispersion_by_phase: pl.DataFrame
-    """By run, phase and tensor."""
+    """One row per run, phase and tensor."""
 
     dispersion_by_run: pl.DataFrame
-    """By run and phase, over tensors."""
+    """One row per run and phase: the mean over tensors."""
 
     summary: pl.DataFrame
     differences: pl.DataFrame
@@ -58,27 +58,27 @@ class Analysis(NamedTuple):
     graph_ranks: pl.DataFrame
     crossovers: pl.DataFrame
     sensitivity: pl.DataFrame
-    """By method and learning rate, where it was tuned."""
+    """One row per tuned method and learning rate."""
 
     tuning: pl.DataFrame
     repeats: pl.DataFrame
-    """Methods that went through the same as another, bit by bit: they are no further witnesses."""
+    """Methods whose trajectory equals that of another bit for bit; the tests count them once."""
 
     targets: pl.DataFrame
-    """What methods spend to reach the target."""
+    """The cost of methods to reach the target."""
 
     profiles: pl.DataFrame
-    """Over all settings, in how many a method is how near to the one that spends least."""
+    """Performance profiles over all settings."""
 
     scores: pl.DataFrame
-    """Of profiles."""
+    """Summaries of the profiles."""
 
     links: pl.DataFrame
-    """Modelled seconds to the target on each link, where there are several."""
+    """Modelled seconds to the target on each link, if there are several."""
 
     @property
     def all_runs(self) -> pl.DataFrame:
-        """What is compared, and trials."""
+        """The runs that are compared, and the trials."""
         return pl.concat([self.runs, self.trials])
 
 
@@ -87,19 +87,19 @@ def analyse(
     clock: Clock | None = None,
     targets: Mapping[str, float] | None = None,
 ) -> Analysis:
-    """Return all tables of an experiment; methods are called as the runs' records say.
+    """Return all tables of an experiment; method names are those in the records.
 
     Args:
         stories: its runs.
-        clock: by which they get modelled seconds, one of ``clock.make_clocks``.
-        targets: of workloads, in place of their own.
+        clock: predicts modelled seconds, one of ``clock.make_clocks``.
+        targets: by workload; they replace the workloads' own.
     """
     rows = [timed(rows, clock) for story in stories if (rows := rows_of(story))]
     return analyse_tables(join(rows, {}, targets))
 
 
 def analyse_tables(measured: Tables, links: pl.DataFrame = NO_LINKS) -> Analysis:
-    """Return all that follows from what was measured.
+    """Return all tables that follow from the measured ones.
 
     Args:
         measured: as ``join`` returns it.

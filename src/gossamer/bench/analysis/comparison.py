@@ -1,7 +1,7 @@
-"""Methods against each other at one scale: results with intervals, costs, verdicts, crossovers.
+"""Compare methods at one scale: results with intervals, costs, verdicts and crossovers.
 
-Runs with one seed start from one model and draw the same batches, so methods are compared by the
-differences of their runs, seed by seed.
+Runs with the same seed start from the same model and draw the same batches, so methods are compared
+by paired differences, seed by seed.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _COST_AXES: dict[str, pl.Expr] = {
     "modelled_s": pl.col("modelled_s").is_not_null(),
     "train_s": pl.col("engine") == "distributed",
 }
-"""What is spent, and which runs have it: the seconds of a simulation are the simulator's."""
+"""Costs, and which runs have them: the seconds of a simulation are those of the simulator."""
 
 
 def summary(runs: pl.DataFrame) -> pl.DataFrame:
-    """Return one row per workload, scale and method: its results over seeds, and what it cost.
+    """Return one row per workload, scale and method: its results over seeds, and its cost.
 
-    Results are of runs that are done; ``planned`` counts those in the table, whatever their status.
+    Results are those of runs that are done; ``planned`` counts runs with any status.
     """
     rows: list[dict[str, Any]] = []
     for key, group in runs.group_by([*SETTING, "method"], maintain_order=True):
@@ -52,13 +52,13 @@ def summary(runs: pl.DataFrame) -> pl.DataFrame:
 def differences(runs: pl.DataFrame, repeated: pl.DataFrame) -> pl.DataFrame:
     """Return one row per pair of methods at one scale: how much better the first one is.
 
-    ``better`` is the mean over shared seeds of the difference in final quality, where a lower
-    metric may be the better one, with its interval: from the noise of all methods at this scale
-    over the seeds that all have, or where these are fewer than two, from the pair's alone.
+    ``better`` is the mean over shared seeds of the difference in final quality (negated where a
+    lower metric is better). Its interval uses the noise of all methods at this scale over the seeds
+    that all have, or that of the pair alone if these are fewer than two.
 
     Args:
         runs: of ``Tables``.
-        repeated: as ``graphs.repeats`` returns it; these say nothing more of the noise.
+        repeated: as ``graphs.repeats`` returns it; these are left out of the noise.
     """
     rows: list[dict[str, Any]] = []
     done = runs.filter(pl.col("quality").is_not_null())
@@ -86,8 +86,8 @@ def verdicts(runs: pl.DataFrame, results: pl.DataFrame, gaps: pl.DataFrame) -> p
 
     The winner has the best mean of the final metric, of the model with average parameters, over
     the seeds that all methods share, among methods of which no run diverged. A method is *level*
-    with it unless the interval of their difference is above 0. Where no two methods share two
-    seeds there is no interval, and ``level`` is null: nothing can be told apart.
+    with it unless the interval of their difference is above 0. If no two methods share two seeds
+    there is no interval, and ``level`` is null.
 
     Args:
         runs: of ``Tables``. Runs on processes that repeat simulated ones are left out.
@@ -108,11 +108,11 @@ def crossovers(tables: Tables) -> pl.DataFrame:
     """Return where the lead between two methods of one scale changes as they spend more.
 
     Curves are means over seeds of the averaged model's metric, linear between evaluations, against
-    bytes per worker, modelled seconds, and measured ones on processes. Where evaluations on the way
-    are on a part of the test samples, the last one is left out: it is on all of them, and no point
-    of the same curve.
-    ``before`` leads up to ``at``, the last crossing, and ``after`` from there on; ``count`` is how
-    often they cross.
+    bytes per worker, modelled seconds, and measured ones on processes. If evaluations during
+    training use a part of the test samples, the last one is left out: it uses all of them, and is
+    not a point of the same curve.
+    ``before`` leads up to ``at``, the last crossing, and ``after`` from there on; ``count`` is the
+    number of crossings.
     """
     rows: list[dict[str, Any]] = []
     done = tables.runs.filter(pl.col("status") == "done")
@@ -140,8 +140,8 @@ def mean_curves(evaluations: pl.DataFrame, runs: pl.DataFrame) -> pl.DataFrame:
 
     Args:
         evaluations: of ``Tables``.
-        runs: those to take. A step that some of a method's runs do not have is left out: it would
-            change who is in the mean.
+        runs: the runs to average. A step that some of a method's runs do not have is left out:
+            the mean would be over other runs than at the other steps.
     """
     values = ["average", "replicas_mean", "replicas_worst"]
     named = runs.select("run_id", *SETTING, "method", "higher_is_better")
@@ -168,7 +168,7 @@ def _by_seed(group: pl.DataFrame) -> dict[int, float]:
 
 
 def _ranked(results: pl.DataFrame, runs: pl.DataFrame) -> pl.DataFrame:
-    """Return the methods that can win, the best first; of equals, the one that sent less."""
+    """Return the methods without divergence, best first; equal ones by bytes sent."""
     stable = results.filter(pl.col("final").is_not_null(), pl.col("diverged") == 0)
     able = runs.join(stable.select("method"), on="method")
     seeds = [set(group["seed"].to_list()) for _, group in able.group_by("method")]

@@ -1,9 +1,10 @@
-"""Witnesses: graphs, each with its mean over seeds at each scale.
+"""The units of DBench's tests: graphs, each with its mean over seeds at each scale.
 
-Connections and dispersion belong to a graph, so a graph is one witness, however many runs it has.
-Two methods have one graph where topology, algorithm, control, wire and exchanges are the same.
-Graphs are compared where nothing else but the learning rate differs: what does is the *variant*,
-such as the optimizer. Runs that are the same trajectory, bit by bit, count once.
+Connections and dispersion belong to a graph, so a graph is one unit, however many runs it has. A
+graph is a topology. Methods that have the same topology and differ in any other setting but the
+learning rate (algorithm, wire format, optimizer, control) are *variants* of one graph: what makes
+a graph good makes its variants good, so they are not independent. Graphs are compared within a
+variant. Runs whose trajectories are equal bit for bit count once.
 """
 
 from __future__ import annotations
@@ -16,20 +17,19 @@ import polars as pl
 
 from gossamer.records import Evaluation, Record, Step
 
-_GRAPH = ("topology", "algorithm", "every", "control", "gossip_steps", "wire", "fragments")
 _NO_VARIANT = {
-    *("workload", "workers", "engine", "method", "seed", *_GRAPH),
+    *("workload", "workers", "engine", "method", "seed", "topology"),
     *("lr", "log_every", "evaluate_every", "evaluate_replicas", "evaluate_samples"),
     *("steps_per_epoch", "max_steps"),
 }
-"""Fields that belong to the graph, that follow the scale or a budget, or that change no training;
-and the learning rate, which may follow the graph."""
+"""Fields that make the graph, that follow from the scale or a budget, or that do not change
+training; and the learning rate, which may follow from the graph."""
 
 _CELL = ["workload", "workers", "variant", "graph"]
 
 
 def trajectory(records: Iterable[Record]) -> str:
-    """Return a digest of what a run's models went through: equal where that is, bit by bit."""
+    """Return a digest of a run's losses, dispersions and metrics: equal for equal trajectories."""
     digest = hashlib.blake2b(digest_size=8)
     for record in records:
         if isinstance(record, Step):
@@ -42,12 +42,15 @@ def trajectory(records: Iterable[Record]) -> str:
 
 
 def graph_names(specs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the graph of each run: the first method that has the same at all scales of both."""
-    graphs: dict[str, dict[tuple[Any, ...], tuple[Any, ...]]] = {}
+    """Return the graph of each run, named after the first method with the same topologies.
+
+    A topology may follow from the scale or the epochs, as Ada's does, so methods are compared at
+    all scales that both have.
+    """
+    graphs: dict[str, dict[tuple[Any, ...], str]] = {}
     for spec in specs:
         scale = (spec["workload"], spec["workers"], spec["steps_per_epoch"], spec["epochs"])
-        own = tuple(spec.get(name) for name in _GRAPH)
-        graphs.setdefault(spec["method"], {})[scale] = own
+        graphs.setdefault(spec["method"], {})[scale] = spec["topology"]
     first: dict[str, str] = {}
     for method, graph in graphs.items():
         same = (
@@ -61,7 +64,7 @@ def graph_names(specs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def variants(specs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return what tells each run from others besides graph, scale, seed and learning rate."""
+    """Return the variant of each run: all its settings but graph, scale, seed and learning rate."""
     return [
         repr(sorted((name, repr(value)) for name, value in spec.items() if name not in _NO_VARIANT))
         for spec in specs
@@ -69,7 +72,7 @@ def variants(specs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def repeats(runs: pl.DataFrame) -> pl.DataFrame:
-    """Return one row per method and scale that went through the same as another before it.
+    """Return one row per method and scale whose trajectory equals that of an earlier method.
 
     Args:
         runs: of ``Tables``. Runs on processes that repeat simulated ones are left out.
@@ -88,17 +91,17 @@ def repeats(runs: pl.DataFrame) -> pl.DataFrame:
 
 
 def graph_means(runs: pl.DataFrame, repeated: pl.DataFrame, values: Sequence[str]) -> pl.DataFrame:
-    """Return one row per scale, variant and graph: the means of values over seeds, and of how many
-    runs they are.
+    """Return one row per scale, variant and graph: the means of values over seeds, and the number
+    of runs.
 
-    Seeds that not all graphs of a scale have are left out, where there are others: a seed's luck
-    would pass for a graph's.
+    Seeds that not all graphs of a scale have are left out, if there are others: the effect of a
+    seed would be confounded with that of a graph.
 
     Args:
         runs: of ``Tables``, with columns for the values.
-        repeated: as ``repeats`` returns it; these are no witnesses.
-        values: names of columns. A run that lacks one of them is left out, and so is one whose
-            metric is no finite number.
+        repeated: as ``repeats`` returns it; these methods are left out.
+        values: names of columns. Runs that lack one of them are left out, and so are runs whose
+            metric is not finite.
     """
     counted = runs.filter(pl.col("quality").is_not_null(), ~pl.col("twin")).join(
         repeated, on=["workload", "workers", "method"], how="anti", maintain_order="left"
@@ -118,6 +121,22 @@ def graph_means(runs: pl.DataFrame, repeated: pl.DataFrame, values: Sequence[str
         pl.col("quality").mean(),
         *[pl.col(name).mean() for name in values if name != "quality"],
     )
+
+
+def largest_variants(cells: pl.DataFrame) -> pl.DataFrame:
+    """Return the rows of the variants that have the most graphs at their scale.
+
+    Graphs are only exchanged with graphs that have cells in the same strata, so a variant of a few
+    graphs would leave fewer permutations to all the others. Variants with equally many graphs all
+    stay, and are strata like scales.
+
+    Args:
+        cells: as ``graph_means`` returns them, or ``runs`` of ``Tables``.
+    """
+    scale = ["workload", "workers"]
+    counted = cells.with_columns(num_graphs=pl.col("graph").n_unique().over([*scale, "variant"]))
+    most = pl.col("num_graphs") == pl.col("num_graphs").max().over(scale)
+    return counted.filter(most).drop("num_graphs")
 
 
 _REPEAT_SCHEMA: dict[str, Any] = {

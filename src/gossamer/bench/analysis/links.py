@@ -1,4 +1,4 @@
-"""The same runs on several links: which method is first at the target on each of them."""
+"""Modelled time to the target of the same runs on several links."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def on_links(
 ) -> pl.DataFrame:
     """Return one row per workload, scale, link and method: modelled seconds to the target.
 
-    The fastest comes first; where a method does not reach the target, ``more_than_modelled_s`` says
-    what it exceeds. Methods whose time cannot be modelled are left out.
+    The fastest comes first. For a method that does not reach the target ``more_than_modelled_s`` is
+    a lower bound. Methods whose time cannot be modelled are left out.
 
     Args:
         rows: of each run.
         clocks: one per link.
-        names: what methods are called, by run.
-        targets: of workloads, in place of their own.
+        names: of methods, by run.
+        targets: by workload; they replace the workloads' own.
     """
     found = [NO_LINKS.with_columns(index=pl.lit(0))]
     for index, clock in enumerate(clocks):
@@ -57,4 +57,4 @@ _SCHEMA: dict[str, Any] = {
 }
 
 NO_LINKS = pl.DataFrame(schema=_SCHEMA)
-"""Of an experiment that has one link or none."""
+"""The table of an experiment with at most one link."""

@@ -1,4 +1,4 @@
-"""How a run's workers were connected, by its schedule and by its records."""
+"""How a run's workers were connected, from its schedule and its records."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from gossamer.registry import is_plugin
 from gossamer.topology import Schedule
 
 LONGEST_PERIOD = 4096
-"""Of schedules whose rounds are counted one by one."""
+"""The longest period of schedules whose rounds are counted one by one."""
 
 
 def schedule_of(spec: Mapping[str, Any]) -> Schedule | None:
-    """Return the rounds of a run; None where its workers hold one model, or a plug-in tells them.
+    """Return the rounds of a run; None if it is centralized, or if they come from a plug-in.
 
-    Records are data: what they name may be any code, and is not run to read them.
+    Records are data: a plug-in that they name may be any code, and reading them must not run it.
     """
     if spec["topology"] == CENTRALIZED or any(map(is_plugin, _named(spec))):
         return None
@@ -33,16 +33,16 @@ def _named(spec: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def mixing_facts(spec: Mapping[str, Any], steps: Sequence[Step]) -> dict[str, Any]:
-    """Return the columns of a run that say how it mixed; None where that is not known.
+    """Return the columns of a run that describe how it mixed; None where unknown.
 
-    - ``connections``: neighbours that a worker hears per step, in the mean over training
-    - ``averages_every``: of a method that mixes in one of so many steps, as local SGD
+    - ``connections``: neighbours that a worker receives from per step, mean over training
+    - ``averages_every``: the interval of a method that mixes in one of so many steps, as local SGD
     - ``aimed``: whether a control had a target in any recorded step
-    - ``acted``: whether it mixed in any of them otherwise than the schedule alone
+    - ``acted``: whether it mixed in any of them differently from the schedule alone
     """
     try:
         schedule = schedule_of(spec)
-    except UserError:  # a name that is gone; its records tell as well
+    except UserError:  # the name no longer exists; the records are enough
         schedule = None
     degrees: list[int] = []
     if schedule and schedule.period and schedule.period <= LONGEST_PERIOD:
@@ -61,8 +61,8 @@ def mixing_facts(spec: Mapping[str, Any], steps: Sequence[Step]) -> dict[str, An
 def _connections(
     spec: Mapping[str, Any], degrees: Sequence[int], steps: Sequence[Step]
 ) -> float | None:
-    """Return the mean over the schedule's period: the steps that are logged may be a biased sample
-    of it. Where it has none, and where a control decides, return that over the records.
+    """Return the mean over the schedule's period, because logged steps may be a biased sample of
+    it. If it has no period, or a control decides, return the mean over the records.
     """
     if degrees and spec["control"] == "plain":
         return float(spec["gossip_steps"] * sum(degrees) / len(degrees))
@@ -77,7 +77,7 @@ def _aimed(step: Step) -> bool:
 def _acted(spec: Mapping[str, Any], schedule: Schedule | None, step: Step) -> bool:
     if schedule is None:
         return False
-    # Under awc a record has the rounds of the step that comes next.
+    # Under awc a record has the rounds of the next step.
     overlaps = parse_algorithm(spec["algorithm"]).overlaps
     plain = schedule.round(step.step if overlaps else step.step - 1)
     return (step.rounds, step.degree) != (spec["gossip_steps"], plain.degree)

@@ -1,7 +1,7 @@
-"""What runs are called: the setting that they are compared in, and the method.
+"""Names of runs: the setting in which they are compared, and the method.
 
-A *facet* is a value of what an experiment varies for every method alike, such as the sharding or
-the batch size. It is a part of the setting: methods compete within one, and never across.
+A *facet* is a value of a field that an experiment varies for all methods, such as the sharding or
+the batch size. It is part of the setting: methods are compared within a setting, never across.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import Any
 from gossamer.registry import shorten
 
 _NO_FACETS = {"workload", "workers", "method", "topology", "engine", "seed"}
-"""Fields that are told in other ways; a topology may follow the scale or the epochs, as Ada's."""
+"""Fields that are not facets; a topology may follow from the scale or the epochs, as Ada's."""
 
 _ALWAYS_FACETS = ("sharding",)
-"""Fields that say what is learnt, and not how: a facet even where a method sets them."""
+"""Fields of the task rather than the method: a facet even where a method sets them."""
 
 
 def facet_names(specs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return for each run the fields that make its setting, such as ``sharding=iid, lr=0.1``.
+    """Return the facets of each run, such as ``sharding=iid, lr=0.1``.
 
-    These are fields in which runs of one method differ at one scale of a workload: what a method
-    sets itself it sets alike. A field that follows from others, as steps per epoch do from the
-    batch size, is left out.
+    Facets are the fields in which runs of one method differ at one scale of a workload; a field
+    that the method itself sets is the same in all of them. A field that follows from others, such
+    as steps per epoch from the batch size, is left out.
     """
     chosen = {spec["workload"]: list[str]() for spec in specs}
     for workload, fields in chosen.items():
@@ -41,7 +41,7 @@ def facet_names(specs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def setting_names(specs: Sequence[Mapping[str, Any]], facets: Sequence[str]) -> list[str]:
-    """Return the workload of each run, without its folder where that tells them apart, and its
+    """Return the workload of each run, without its folder if that is unambiguous, and its
     facet.
     """
     names = {spec["workload"] for spec in specs}
@@ -57,7 +57,7 @@ def setting_names(specs: Sequence[Mapping[str, Any]], facets: Sequence[str]) -> 
 
 
 def method_names(specs: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return the method of each run, and that it is on processes where others are simulated."""
+    """Return the method of each run, with ", distributed" if other runs of it are simulated."""
     engines: dict[str, set[str]] = {}
     for spec in specs:
         engines.setdefault(spec["method"], set()).add(spec["engine"])
@@ -70,7 +70,7 @@ def method_names(specs: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _varies(specs: Sequence[Mapping[str, Any]], name: str, alike: Sequence[str]) -> bool:
-    """Return whether a field differs among runs that have other fields alike."""
+    """Return whether a field differs among runs whose other fields are equal."""
     seen: dict[str, str] = {}
     for spec in specs:
         group = repr([spec.get(other) for other in alike])

@@ -1,12 +1,13 @@
 """The three observations of DBench as statistics, and ranks of graphs.
 
-1. accuracy against scale            for each method
+1. accuracy against scale            for each graph
 2. accuracy against connections      at each scale, and over scales with each ranked by itself
 3. accuracy against dispersion       the same; for each measure, early, middle and late in training
 
 All are Spearman's rank correlations with final quality: the metric of the averaged model, negated
-where lower is better. So a negative one always means that more goes with worse. Witnesses are
-graphs (against scale: scales), not runs; the measures and phases of 3 are tested together.
+where lower is better. So a negative one always means that more goes with worse. The units of the
+test are graphs (of 1: scales), not runs and not methods: what differs from another method in
+anything but the topology is a variant of its graph. Measures and phases of 3 are tested together.
 
 Reference: Xie et al., Scaling up data parallelism (https://arxiv.org/abs/2509.12213).
 """
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import polars as pl
 
-from gossamer.bench.analysis.graphs import graph_means
+from gossamer.bench.analysis.graphs import graph_means, largest_variants
 from gossamer.bench.analysis.permutation import associations
 from gossamer.bench.analysis.statistics import fit
 from gossamer.bench.analysis.tabulate import MEASURES, Tables
@@ -27,7 +28,7 @@ PHASES = ("early", "middle", "late")
 """Thirds of training, by steps."""
 
 LEAST = 1e-12
-"""Below this a dispersion is rounding; its logarithm is taken here."""
+"""Smaller dispersions are rounding errors; they are raised to this before the logarithm."""
 
 
 def phase_dispersion(tables: Tables) -> pl.DataFrame:
@@ -48,7 +49,7 @@ def phase_dispersion(tables: Tables) -> pl.DataFrame:
 def run_dispersion(of_phases: pl.DataFrame) -> pl.DataFrame:
     """Return one row per run and phase: each measure's geometric mean over tensors.
 
-    Tensors differ in dispersion by orders of magnitude; so each has the same say.
+    Dispersions of tensors differ by orders of magnitude; in a geometric mean all weigh the same.
     """
     mean = pl.col(list(MEASURES)).clip(lower_bound=LEAST).log10().mean()
     return (
@@ -61,10 +62,10 @@ def run_dispersion(of_phases: pl.DataFrame) -> pl.DataFrame:
 def observations(
     runs: pl.DataFrame, dispersion: pl.DataFrame, repeated: pl.DataFrame
 ) -> pl.DataFrame:
-    """Return the associations, one row each; ``workers`` is null over all scales.
+    """Return the tested associations, one row each; ``workers`` is null for all scales together.
 
-    Slopes are changes of quality where the number of workers, a worker's neighbourhood (itself and
-    those it hears per step), or dispersion doubles.
+    Slopes are changes of quality when the number of workers, a worker's neighbourhood (itself and
+    those it receives from per step), or dispersion doubles.
 
     Args:
         runs: of ``Tables``. Runs on processes that repeat simulated ones are not counted twice.
@@ -77,19 +78,20 @@ def observations(
     ).join(_by_phase(dispersion), on="run_id", how="left", maintain_order="left")
     mixing = measured.filter(~pl.col("centralized"))
     rows = _scale(graph_means(measured, repeated, ["doublings"]))
-    connections = graph_means(mixing, repeated, ["neighbourhood"])
+    connections = largest_variants(graph_means(mixing, repeated, ["neighbourhood"]))
     rows += _by_scale(connections, {"neighbourhood": {"observation": "connections"}})
     together = {
         f"{phase} {measure}": {"observation": "dispersion", "phase": phase, "measure": measure}
         for phase in PHASES
         for measure in MEASURES
     }
-    rows += _by_scale(graph_means(mixing, repeated, list(together)), together)
+    dispersed = largest_variants(graph_means(mixing, repeated, list(together)))
+    rows += _by_scale(dispersed, together)
     return pl.DataFrame(rows, schema=_OBSERVATION_SCHEMA)
 
 
 def fits(runs: pl.DataFrame, dispersion: pl.DataFrame) -> pl.DataFrame:
-    """Return the lines of final metric against log10 dispersion, by scale, phase and measure."""
+    """Return linear fits of the final metric against log10 dispersion."""
     done = runs.filter(pl.col("final").is_not_null(), ~pl.col("twin"), ~pl.col("centralized"))
     joined = dispersion.join(done, on="run_id", maintain_order="left")
     rows: list[dict[str, Any]] = []
@@ -106,9 +108,9 @@ def fits(runs: pl.DataFrame, dispersion: pl.DataFrame) -> pl.DataFrame:
 
 
 def graph_ranks(runs: pl.DataFrame, of_phases: pl.DataFrame) -> pl.DataFrame:
-    """Return the rank of each method by dispersion of each tensor, 1 the least, at each scale.
+    """Return the rank of each method by the dispersion of each tensor, at each scale; 1 is least.
 
-    Ranked by the mean over seeds, for each measure and phase.
+    Methods are ranked by the mean over seeds, for each measure and phase.
     """
     mixing = runs.filter(~pl.col("centralized"), pl.col("status") == "done")
     chosen = mixing.select("run_id", "workload", "workers", "method")
@@ -135,7 +137,7 @@ def _by_phase(dispersion: pl.DataFrame) -> pl.DataFrame:
 
 
 def _scale(means: pl.DataFrame) -> list[dict[str, Any]]:
-    """Correlate quality with the number of workers: scales are exchanged, for all graphs alike."""
+    """Correlate quality with the number of workers: scales are permuted, alike for all graphs."""
     rows: list[dict[str, Any]] = []
     columns = {"doublings": {"observation": "scale"}}
     for (workload,), group in means.group_by(["workload"], maintain_order=True):
@@ -149,7 +151,7 @@ def _scale(means: pl.DataFrame) -> list[dict[str, Any]]:
 
 
 def _by_scale(means: pl.DataFrame, columns: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Correlate quality with columns at each scale, and over all with each scale by itself."""
+    """Correlate quality with columns at each scale, and over all scales as strata."""
     rows: list[dict[str, Any]] = []
     for (workload,), group in means.group_by(["workload"], maintain_order=True):
         for (workers,), own in group.group_by(["workers"], maintain_order=True):
@@ -177,8 +179,8 @@ def _tested(
     )
     runs = {"runs": means["runs"].sum()}
     return [
-        named | own | runs | told._asdict()
-        for own, told in zip(columns.values(), found, strict=True)
+        named | own | runs | association._asdict()
+        for own, association in zip(columns.values(), found, strict=True)
     ]
 
 

@@ -1,13 +1,13 @@
-"""Do results follow a quantity that belongs to a whole graph? Permutations of graphs tell.
+"""A stratified permutation test: the correlation of results with a property of their units.
 
-A cell is the mean over seeds of one *unit*, such as a graph, in one *stratum*, such as a scale. If
-a result had nothing to do with the quantity, the units could exchange their results: all those of a
-unit at once, because what makes a graph good at one scale may make it good at all. So one
-permutation of units is applied to every stratum. Seeds and strata are no further witnesses.
+A cell is the mean over seeds of one *unit*, such as a graph, in one *stratum*, such as a scale.
+Under the null hypothesis the units are exchangeable, each with its results in all strata: what
+makes a graph good at one scale may make it good at all. So one permutation of units is applied to
+every stratum, and seeds and strata do not add independent observations.
 
-Units are exchanged with those that have cells in the same strata. All permutations are taken where
-these are few, otherwise random ones with a fixed seed, of which the first changes nothing: the
-p-value (1 + as far) / (1 + permutations) is valid whatever their number.
+Units are exchanged with those that have cells in the same strata. If there are few permutations all
+are used, otherwise random ones with a fixed seed, the first of which is the identity: the p-value
+(1 + as extreme) / (1 + permutations) is valid for any number of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gossamer.bench.analysis.ranked import ROUNDING, IntArray, Ranked
 from gossamer.topology.arrays import FloatArray
 
 FEWEST = 5
-"""Units for a verdict: of four, not even a perfect order has a two-sided p below 0.05."""
+"""The fewest units for a verdict: for four, a perfect order has a two-sided p of 0.083."""
 
 LEVEL = 0.05
 POWER = 0.8
@@ -36,7 +36,7 @@ _RANDOM = 9999
 
 
 class Association(NamedTuple):
-    """How results go with a quantity; None where it cannot be told, and ``note`` says why."""
+    """The correlation of a result with a quantity; fields are None where ``note`` says why."""
 
     rho: float | None = None
     """Spearman's rank correlation over cells, each ranked within its stratum."""
@@ -45,20 +45,21 @@ class Association(NamedTuple):
     """Two-sided, corrected for all quantities that were tested together."""
 
     p_alone: float | None = None
-    """As if this quantity were the only one."""
+    """Without the correction."""
 
     least_p: float | None = None
-    """The p of a perfect order, the smallest that so few units reach."""
+    """The p of a perfect order, the smallest possible with so few units."""
 
     slope: float | None = None
-    """Change of the result per unit of the quantity, by least squares within strata."""
+    """Change of the result per unit of the quantity: the slope b for which y − b·x has no rank
+    correlation with x."""
 
     slope_low: float | None = None
     slope_high: float | None = None
     """Slopes that the test does not reject, at the level at which p is 0.05."""
 
     detectable: float | None = None
-    """The slope that four of five such experiments would have found."""
+    """The slope that four of five such experiments would detect."""
 
     units: int = 0
     note: str = ""
@@ -71,17 +72,17 @@ def associations(
     quantity_CT: npt.ArrayLike,
     noun: str = "graphs",
 ) -> list[Association]:
-    """Return how a result goes with each of T quantities, tested together.
+    """Test the correlation of a result with each of T quantities, together.
 
     Args:
-        units: of each of C cells, what is permuted.
-        strata: of each cell, within what it is compared.
+        units: the unit of each of C cells; units are permuted.
+        strata: the stratum of each cell; cells are compared within it.
         result_C: of each cell.
-        quantity_CT: of each cell. Slopes are per unit of it; ranks are taken of it.
-        noun: what notes call units.
+        quantity_CT: of each cell; slopes are per unit of it.
+        noun: what units are called in notes.
 
-    The correction is Westfall and Young's max-T: a correlation counts as far as the largest of all
-    T, permutation by permutation, is rarely as large. Correlated quantities cost little so.
+    The correction is Westfall and Young's max-T: each correlation is compared with the largest of
+    all T in each permutation, so correlated quantities cost little power.
     """
     num_tests = np.shape(quantity_CT)[1]
     num = len(set(itertools.compress(units, _compared(strata))))
@@ -98,7 +99,7 @@ def p_values(
     result_C: npt.ArrayLike,
     quantity_CT: npt.ArrayLike,
 ) -> tuple[FloatArray, FloatArray]:
-    """Return the p of each quantity, corrected for all of them, and alone: no more than the test.
+    """Return the p of each quantity, corrected and uncorrected, without slopes and intervals.
 
     >>> p_values([0, 1, 2, 3, 4], [0] * 5, [1, 2, 3, 4, 5], [[1], [2], [3], [4], [5]])[0]
     array([0.01666667])
@@ -130,7 +131,7 @@ class _Test:
         self.p_alone_T: FloatArray = (np.abs(self._rho_PT) >= as_far_T).mean(0)
 
     def association(self, number: int, num: int, noun: str) -> Association:
-        """Return what is known of one quantity, of so many units."""
+        """Return the association with one quantity."""
         own_P, ranked = self._rho_PT[:, number], self._ranked
         if not np.any(np.abs(own_P) > ROUNDING):
             note = f"no variation among the {noun} that can be compared"
@@ -142,12 +143,12 @@ class _Test:
         y = ranked.y_C[None]
         above, below = ranked.line(number, y, ROUNDING)[0], -ranked.line(number, -y, ROUNDING)[0]
         slope = float(above + below) / 2
-        told = Association(rho, least_p=least_p, slope=slope, units=num)
+        found = Association(rho, least_p=least_p, slope=slope, units=num)
         if num < FEWEST or least_p >= LEVEL:
             note = f"{num} {noun}: not even a perfect order has a p below {least_p:.2g}"
-            return told._replace(note=note)
+            return found._replace(note=note)
         least = self._critical - ROUNDING
-        return told._replace(
+        return found._replace(
             p=float(self.p_T[number]),
             p_alone=float(self.p_alone_T[number]),
             slope_low=_finite(ranked.line(number, y, least)[0]),
@@ -156,10 +157,10 @@ class _Test:
         )
 
     def _detectable(self, number: int, slope: float, critical: float) -> float | None:
-        """Return the slope that is found with the power, where noise is what the line leaves.
+        """Return the slope that is detected with a power of 0.8, if noise is like the residuals.
 
-        A slope on top of noise is found where it lifts the correlation to what is significant. It
-        also makes strata alike, so that chance reaches further: ``critical`` is of equal strata.
+        A slope is detected where it raises the correlation to a significant one. It also makes the
+        strata more alike, which raises the critical value: ``critical`` is that of equal strata.
         """
         ranked = self._ranked
         left_C = ranked.y_C - slope * ranked.x_CT[:, number]
@@ -169,16 +170,16 @@ class _Test:
 
 
 def _critical(far_P: FloatArray) -> float:
-    """Return the smallest correlation that is significant; infinite where none is."""
+    """Return the smallest significant correlation; infinite if none is."""
     order = np.sort(far_P)
-    # Many permutations may be as far as each other: all of them count, or none.
+    # Of permutations with equal correlations either all are above the critical value, or none.
     last = order[len(order) - math.floor(LEVEL * len(order)) - 1]
     above = order[order > last + ROUNDING]
     return float(above[0]) if len(above) else math.inf
 
 
 def _moves(unit_C: IntArray, stratum_C: IntArray) -> IntArray:
-    """Return for each permutation, and each cell, the cell whose result it gets; none first."""
+    """Return for each permutation and cell the cell whose result it gets; identity first."""
     num_units = int(unit_C.max()) + 1
     cell_of = np.full((num_units, int(stratum_C.max()) + 1), -1)
     cell_of[unit_C, stratum_C] = np.arange(len(unit_C))
@@ -191,7 +192,7 @@ def _moves(unit_C: IntArray, stratum_C: IntArray) -> IntArray:
 
 @lru_cache(maxsize=32)
 def _orders(num_units: int, groups: tuple[tuple[int, ...], ...]) -> IntArray:
-    """Return permutations within groups of units, the first of which changes nothing."""
+    """Return permutations within groups of units; the first is the identity."""
     if math.prod(math.factorial(len(group)) for group in groups) <= _MOST_EXACT:
         choices = itertools.product(*(itertools.permutations(group) for group in groups))
         places = np.concatenate([np.array(group, np.int64) for group in groups])
@@ -208,7 +209,7 @@ def _orders(num_units: int, groups: tuple[tuple[int, ...], ...]) -> IntArray:
 
 
 def _compared(strata: Sequence[Hashable]) -> list[bool]:
-    """Return which cells are not alone in their stratum: others are compared with nothing."""
+    """Return which cells are not alone in their stratum; a single one compares with nothing."""
     counts = Counter(strata)
     return [counts[stratum] > 1 for stratum in strata]
 

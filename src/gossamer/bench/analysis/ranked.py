@@ -1,7 +1,7 @@
-"""Ranks within strata, and the slopes at which a rank correlation comes and goes.
+"""Ranks within strata, and the slopes at which a rank correlation crosses a threshold.
 
-Not scipy's ``spearmanr``, which knows no strata: it would be called for each of thousands of
-permuted results, which are ranked at once here.
+scipy's ``spearmanr`` has no strata, and would be called for each of thousands of permuted results,
+which are ranked in one vectorized call here.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from gossamer.topology.arrays import FloatArray
 IntArray: TypeAlias = npt.NDArray[np.int64]
 
 ROUNDING = 1e-9
-"""Numbers that differ by less, relative to their size, are equal."""
+"""Numbers whose relative difference is smaller count as equal."""
 
 _DRAWS = 200
 
 
 @final
 class Ranked:
-    """A result and quantities, by rank within strata."""
+    """A result and quantities, ranked within strata."""
 
     def __init__(
         self, y_C: FloatArray, x_CT: FloatArray, unit_C: IntArray, stratum_C: IntArray
@@ -45,8 +45,8 @@ class Ranked:
     def line(self, number: int, values_KC: FloatArray, least: float) -> FloatArray:
         """Return for each of K results the largest slope b at which y − b·x has a rho ≥ ``least``.
 
-        It falls with b, and changes only where two cells of a stratum change their order; so a
-        search among the slopes between pairs of cells finds it. Infinite where b has no bound.
+        Rho decreases with b, and changes only where two cells of a stratum change their order; so a
+        binary search among the slopes between pairs of cells finds it. Infinite if b is unbounded.
         """
         x_C = self.x_CT[:, number]
         first, second = self._pairs
@@ -60,7 +60,7 @@ class Ranked:
         between_KB = (ends_KB[:, 1:] + ends_KB[:, :-1]) / 2
         rows = np.arange(len(values_KC))
         low, high = np.full(len(rows), -1), np.full(len(rows), between_KB.shape[1])
-        while np.any(high - low > 1):  # at low it is reached, at high it is not
+        while np.any(high - low > 1):  # invariant: rho reaches ``least`` at low, and not at high
             middle = (low + high) // 2
             going = high - low > 1
             slope_K = between_KB[rows, np.where(going, middle, 0)]
@@ -71,8 +71,8 @@ class Ranked:
         return np.select([low < 0, low == between_KB.shape[1] - 1], [-np.inf, np.inf], found)
 
     def noise(self, left_C: FloatArray, generator: np.random.Generator) -> FloatArray:
-        """Return normal noise with the variance over units, and covariance over strata, of what
-        a line leaves, which has two degrees of freedom fewer than there are units.
+        """Return normal noise with the variance over units and the covariance over strata of the
+        residuals of a line, which have two degrees of freedom fewer than there are units.
         """
         num_units = int(self._unit_C.max()) + 1
         left_US = np.zeros((num_units, len(self._strata)))
@@ -83,12 +83,12 @@ class Ranked:
         return (drawn_KUU @ left_US)[:, self._unit_C, self._stratum_C]
 
     def _of(self, values_KC: FloatArray) -> FloatArray:
-        """Return ranks around 0, of length 1 together; what differs by rounding is equal."""
+        """Return centred ranks, scaled to a norm of 1; values that differ by rounding are tied."""
         ranks = np.empty(values_KC.shape)
         for here in self._strata:
             own = values_KC[:, here]
             over = own[:, :, None] - own[:, None, :]
-            # Digits that sums in another order would change are no difference.
+            # A sum in another order changes the last digits: such differences are ties.
             over[np.abs(over) <= ROUNDING * np.abs(own).max(1)[:, None, None]] = 0
             ranks[:, here] = np.sign(over).sum(2) / 2
         size = np.sqrt((ranks**2).sum(1, keepdims=True))

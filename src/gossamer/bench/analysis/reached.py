@@ -1,4 +1,4 @@
-"""When a run reached its target: at its first evaluation that is as good."""
+"""The cost at which a run reached its target: at its first evaluation that is as good."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ REACHED_SCHEMA: dict[str, Any] = {
 def reach(
     run: Mapping[str, Any], evaluations: pl.DataFrame, target: float | None
 ) -> dict[str, Any]:
-    """Return what a run had spent when it reached its target, if it did and is done.
+    """Return what a run had spent when it reached its target; None if it did not, or is not done.
 
     Args:
         run: its row.
         evaluations: in order.
-        target: of the metric; None where it has none.
+        target: of the metric; None if the workload has none.
     """
     found: dict[str, Any] = dict.fromkeys(REACHED_SCHEMA) | {"target": target}
     if target is None or run["status"] != "done":

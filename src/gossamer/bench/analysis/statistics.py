@@ -1,4 +1,4 @@
-"""Intervals, lines and crossings, for few runs: each says what it rests on."""
+"""Intervals, linear fits and crossings of curves, each with the number of runs behind it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scipy import stats
 
 
 class Interval(NamedTuple):
-    """A mean and the 95 % confidence interval around it, which one value does not have."""
+    """A mean and its 95 % confidence interval, which is None for a single value."""
 
     mean: float
     low: float | None
@@ -20,11 +20,11 @@ class Interval(NamedTuple):
 
 
 class Noise(NamedTuple):
-    """What of results neither the method nor the seed explains."""
+    """The residual variance of results that neither method nor seed explains."""
 
     variance: float
     freedom: int
-    """Degrees of freedom: how much it is known from."""
+    """Degrees of freedom."""
 
 
 class Fit(NamedTuple):
@@ -37,11 +37,11 @@ class Fit(NamedTuple):
 
 
 def noise(results: npt.ArrayLike) -> Noise | None:
-    """Return the noise in results [methods, seeds], taken to be the same for all methods.
+    """Estimate the noise in results [methods, seeds], assumed to be the same for all methods.
 
-    s² = Σ (y_ms − ȳ_m − ȳ_s + ȳ)² / ((M − 1)(S − 1)) over M methods m and S seeds s. With two
-    seeds a pair of methods says next to nothing of its own noise; all methods together do. None for
-    one method or one seed.
+    s² = Σ (y_ms − ȳ_m − ȳ_s + ȳ)² / ((M − 1)(S − 1)) over M methods m and S seeds s. Pooling all
+    methods is needed because with two seeds a pair has one degree of freedom. None for one method
+    or one seed.
 
     >>> noise([[1.0, 2.0], [2.0, 3.5]])
     Noise(variance=0.0625, freedom=1)
@@ -59,8 +59,8 @@ def interval(values: npt.ArrayLike, known: Noise | None = None) -> Interval:
 
     Args:
         values: of one method over seeds, or differences of two.
-        known: the noise of the two whose differences these are, which have twice its variance; else
-            s² is taken from the values.
+        known: the noise of the two methods, whose differences have twice its variance; without it
+            s² is estimated from the values.
 
     >>> low, high = interval([1.0, 2.0, 3.0])[1:3]
     >>> round(low, 3), round(high, 3)
@@ -76,7 +76,7 @@ def interval(values: npt.ArrayLike, known: Noise | None = None) -> Interval:
 
 
 def p_value(values: npt.ArrayLike, known: Noise | None = None) -> float | None:
-    """Return the two-sided p of values whose mean is 0: below 0.05 where ``interval`` leaves 0 out.
+    """Return the two-sided p of a mean of 0; below 0.05 where ``interval`` excludes 0.
 
     None for one value without known noise.
 
@@ -93,7 +93,7 @@ def p_value(values: npt.ArrayLike, known: Noise | None = None) -> float | None:
 
 
 def _standard_error(a: npt.NDArray[np.float64], known: Noise | None) -> tuple[float, int]:
-    """Return that of a mean, and its degrees of freedom: 0 where nothing tells it."""
+    """Return the standard error of a mean and its degrees of freedom; 0 if it is unknown."""
     if known is not None:
         return math.sqrt(2 * known.variance / len(a)), known.freedom
     variance = float(a.var(ddof=1)) if len(a) > 1 else math.nan
@@ -101,7 +101,7 @@ def _standard_error(a: npt.NDArray[np.float64], known: Noise | None) -> tuple[fl
 
 
 def fit(x: npt.ArrayLike, y: npt.ArrayLike) -> Fit | None:
-    """Return the line through points by least squares; None where there is none.
+    """Return the least-squares line; None for fewer than three points or equal x.
 
     >>> fit([0, 1, 2], [1, 3, 5])
     Fit(slope=2.0, intercept=1.0, r2=1.0, runs=3)
@@ -110,7 +110,7 @@ def fit(x: npt.ArrayLike, y: npt.ArrayLike) -> Fit | None:
     if len(values_x) < 3 or np.ptp(values_x) == 0:
         return None
     line = stats.linregress(values_x, values_y)
-    r2 = float(line.rvalue) ** 2 if np.ptp(values_y) else 1.0  # nothing is left to explain
+    r2 = float(line.rvalue) ** 2 if np.ptp(values_y) else 1.0  # no variance to explain
     return Fit(float(line.slope), float(line.intercept), r2, len(values_x))
 
 
@@ -130,7 +130,7 @@ def crossings(
     grid = np.union1d(x1, x2)
     grid = grid[(grid >= max(x1[0], x2[0])) & (grid <= min(x1[-1], x2[-1]))]
     difference = np.interp(grid, x1, y1) - np.interp(grid, x2, y2)
-    apart = difference != 0  # a touch is no crossing
+    apart = difference != 0  # curves that only touch do not cross
     grid, difference = grid[apart], difference[apart]
     where = np.flatnonzero(np.sign(difference[:-1]) != np.sign(difference[1:]))
     share = difference[where] / (difference[where] - difference[where + 1])

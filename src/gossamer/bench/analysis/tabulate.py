@@ -1,4 +1,4 @@
-"""From stories to tables: one row per run, step, evaluation, and (run, step, tensor)."""
+"""Turn records into tables: one row per run, step, evaluation, and (run, step, tensor)."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ MEASURES: dict[str, str] = {
     "coefficient_of_variation": "coefficient of variation",
     "quartile_coefficient": "quartile coefficient",
 }
-"""The measures of dispersion and what a report calls them."""
+"""The measures of dispersion and their names in reports."""
 
 _NEEDED = {
     *("workload", "workers", "method", "topology", "engine", "seed", "algorithm", "control", "lr"),
     *("gossip_steps", "epochs", "steps_per_epoch"),
 }
-"""Fields without which a run has no place in a table."""
+"""Fields that every row of runs needs."""
 
 
 class Tables(NamedTuple):
-    """What an experiment measured."""
+    """The measurements of an experiment."""
 
     runs: pl.DataFrame
-    """One row per run: its fields, how it ended, and its result where it is done."""
+    """One row per run: its fields, its status, and its result if it is done."""
 
     steps: pl.DataFrame
     evaluations: pl.DataFrame
@@ -48,8 +48,8 @@ class Tables(NamedTuple):
     """One row per run, step and tensor, with the four measures."""
 
     trials: pl.DataFrame
-    """Runs that were to find a learning rate, as in ``runs``; of all other tables they are no
-    part."""
+    """Trials of learning rates, with the columns of ``runs``; the other tables do not have
+    them."""
 
 
 class RunRows(NamedTuple):
@@ -67,38 +67,40 @@ def tabulate(stories: Iterable[Story]) -> Tables:
 
 
 def rows_of(story: Story, planned: Mapping[str, str] | None = None) -> RunRows | None:
-    """Return the rows of one run; None where its first record is missing, or does not say what ran.
+    """Return the rows of one run; None if its first record is missing or incomplete.
 
     Args:
         story: its records.
-        planned: the parts of the same run in the experiment as it was last run, which knows where
-            plug-ins lay then.
+        planned: the names of its parts in ``planned.json``, with the paths of plug-ins as of the
+            last run.
     """
     started = story.records[0] if story.records else None
     if not isinstance(started, Started) or _NEEDED - started.spec.keys():
         return None
     spec = started.spec | dict(planned or {})
     workload = started.workload_facts or _look_up(str(spec["workload"]))
-    # The id of a run leaves it out where it is the recipe's, so records of before it was a field
-    # are of the same run.
+    # Fields that older records lack; with these values they are not part of the id, so that it is
+    # the same run.
     spec.setdefault("evaluate_samples", workload.evaluate_samples)
     spec.setdefault("validation_share", 0.0)
     spec.setdefault("clip_norm", 0.0)
+    spec.setdefault("wire", "fp32")
+    spec.setdefault("fragments", 1)
     steps = [record for record in story.records if isinstance(record, Step)]
-    looks = [record for record in story.records if isinstance(record, Evaluation)]
-    evaluations = _evaluations(story.run_id, looks, workload)
+    evaluated = [record for record in story.records if isinstance(record, Evaluation)]
+    evaluations = _evaluations(story.run_id, evaluated, workload)
     run = _run(story, spec, steps, workload) | _result(story, evaluations, workload)
     run |= {"parameter_bytes": started.parameter_bytes or None, "target": workload.target}
     return RunRows(run, _steps(story.run_id, steps), evaluations, _dispersion(story.run_id, steps))
 
 
 def _look_up(workload: str) -> WorkloadFacts:
-    """Return what is known of a workload whose record does not say it."""
+    """Return the facts of a workload whose records lack them."""
     if is_plugin(workload):
         return WorkloadFacts()
     try:
         return facts_of(workloads.find(workload))
-    except UserError:  # a name that is gone
+    except UserError:  # the name no longer exists
         return WorkloadFacts()
 
 
@@ -109,8 +111,8 @@ def join(
 
     Args:
         rows: of each.
-        names: what methods are called, by run; where a run has none, as its record says.
-        targets: of workloads, in place of their own.
+        names: of methods, by run; by default those in the records.
+        targets: by workload; they replace the workloads' own.
     """
     aims = {shorten(workload): target for workload, target in (targets or {}).items()}
     specs = [dict(of_run.run["spec"]) for of_run in rows]
@@ -147,9 +149,9 @@ def join(
 
 
 def _forget_rates(specs: Sequence[dict[str, Any]], trials: Sequence[bool]) -> None:
-    """Make trials, and the runs at the rate that they found, those of one method.
+    """Drop the learning rate of trials and of the runs at the rate that they chose.
 
-    Its rate was chosen and does not tell it from others, whatever it is at another setting.
+    Otherwise one method with different best rates at different settings would look like several.
     """
 
     def alike(spec: Mapping[str, Any]) -> str:
@@ -199,7 +201,7 @@ def _result(story: Story, evaluations: pl.DataFrame, workload: WorkloadFacts) ->
     if story.ended is None or story.ended.status != "done" or evaluations.is_empty():
         return none
     sign = 1 if workload.higher_is_better else -1
-    # A part of the test samples gives another number than all of them: those are not compared.
+    # A metric on a part of the test samples is not comparable with one on all of them.
     on_all = evaluations.filter(pl.col("samples").is_null())["average"]
     last = evaluations.row(-1, named=True)
     return none | {
@@ -305,19 +307,21 @@ def _steps(run_id: str, steps: Sequence[Step]) -> pl.DataFrame:
     return pl.DataFrame({"run_id": [run_id] * len(steps), **columns}, schema=_STEP_SCHEMA)
 
 
-def _evaluations(run_id: str, looks: Sequence[Evaluation], workload: WorkloadFacts) -> pl.DataFrame:
+def _evaluations(
+    run_id: str, records: Sequence[Evaluation], workload: WorkloadFacts
+) -> pl.DataFrame:
     worst = min if workload.higher_is_better else max
     rows = [
         {
             "run_id": run_id,
-            **look.model_dump(
+            **record.model_dump(
                 include={"step", "epoch", "average", "bytes_sent", "train_s", "samples"}
             ),
             "replicas_mean": sum(own) / len(own) if own else None,
             "replicas_worst": worst(own) if own else None,
         }
-        for look in looks
-        for own in [list(look.replicas.values())]
+        for record in records
+        for own in [list(record.replicas.values())]
     ]
     return pl.DataFrame(rows, schema=_EVALUATION_SCHEMA)
 
@@ -336,7 +340,7 @@ def _concat(frames: Sequence[pl.DataFrame], schema: dict[str, Any]) -> pl.DataFr
 
 
 def _twins(specs: Sequence[Mapping[str, Any]]) -> list[bool]:
-    """Return which runs repeat a simulated one on processes: the same result, not one more."""
+    """Return which runs repeat a simulated one on processes, and so have the same result."""
 
     def key(spec: Mapping[str, Any]) -> str:
         return repr(sorted((k, v) for k, v in spec.items() if k not in ("engine", "method")))

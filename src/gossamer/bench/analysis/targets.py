@@ -1,7 +1,7 @@
-"""What it takes to reach a target: steps, bytes and seconds, and profiles over all settings.
+"""The cost to reach a target in steps, bytes and seconds, and performance profiles over settings.
 
-A run that ended without its target is censored: what it would have taken is known to be more than
-what it spent. One that diverged never reaches it. So medians over seeds are taken with those last.
+A run that ended without reaching its target is censored: its cost is more than what it spent. One
+that diverged never reaches it. Both are ranked last in medians over seeds.
 
 Reference: Dolan and Moré, Benchmarking optimization software with performance profiles
 (https://arxiv.org/abs/cs/0102001); Dahl et al., AlgoPerf (https://arxiv.org/abs/2306.07179).
@@ -23,13 +23,13 @@ FARTHEST = 4.0
 
 
 class Cost(NamedTuple):
-    """One way to count what is spent."""
+    """A kind of cost."""
 
     reached: str
-    """The column of runs that says what was spent at the target."""
+    """The column of runs with the cost at the target."""
 
     spent: str
-    """The column that says what was spent in all."""
+    """The column of runs with the total cost."""
 
     label: str
 
@@ -43,14 +43,14 @@ COSTS: dict[str, Cost] = {
 
 
 def targets(runs: pl.DataFrame) -> pl.DataFrame:
-    """Return one row per workload, scale and method: what the median seed spends to the target.
+    """Return one row per workload, scale and method: the cost of the median seed to the target.
 
-    Where half of the seeds or more do not reach it there is no median, and ``more_than_…`` says
-    what it exceeds: the least that a run spent which came to its end without. Measured seconds are
-    of runs on processes alone.
+    If half of the seeds or more do not reach it there is no median, and ``more_than_…`` is a lower
+    bound: the least that a run spent which ended without reaching it. Measured seconds are those of
+    runs on processes only.
 
     Args:
-        runs: of ``Tables``; those that are done or diverged are counted.
+        runs: of ``Tables``; those that are done or diverged count.
     """
     rows: list[dict[str, Any]] = []
     ended = runs.filter(
@@ -76,7 +76,7 @@ def targets(runs: pl.DataFrame) -> pl.DataFrame:
 
 
 def censored_median(values: Sequence[float | None]) -> float | None:
-    """Return the median where None is more than every number; None where it is one itself.
+    """Return the median, where None counts as infinite; None if the median is infinite.
 
     >>> censored_median([3, None, 1]), censored_median([3, None])
     (3.0, None)
@@ -88,11 +88,11 @@ def censored_median(values: Sequence[float | None]) -> float | None:
 def profiles(found: pl.DataFrame) -> pl.DataFrame:
     """Return, for each cost and method, the share of settings solved within a ratio of the best.
 
-    A setting is a workload at a scale; those count that all methods were run at and any of them
-    solves, by the median seed. One row for each step of the curve, the first at a ratio of 1.
+    A setting is a workload at a scale; it counts if all methods were run at it and the median seed
+    of at least one solves it. One row for each step of the curve, the first at a ratio of 1.
 
     Args:
-        found: as ``targets`` returns it. Where there are simulated runs, only these are meant.
+        found: as ``targets`` returns it. If there are simulated runs, only these count.
     """
     rows: list[dict[str, Any]] = []
     for cost in COSTS:
@@ -107,8 +107,8 @@ def profiles(found: pl.DataFrame) -> pl.DataFrame:
 def scores(found: pl.DataFrame) -> pl.DataFrame:
     """Return one row for each cost and method: its profile in three numbers.
 
-    ``best`` is the share of settings at which it is first, ``solved`` that of those which it solves
-    at all, ``score`` the mean height of its profile for ratios up to 4.
+    ``best`` is the share of settings at which it is first, ``solved`` the share that it solves,
+    ``score`` the mean height of its profile for ratios up to 4.
 
     Args:
         found: as ``targets`` returns it.
@@ -116,7 +116,7 @@ def scores(found: pl.DataFrame) -> pl.DataFrame:
     rows: list[dict[str, Any]] = []
     for cost in COSTS:
         for method, ratios in _ratios(found, cost).items():
-            # A step at r contributes from there on.
+            # A step of the profile at r adds to its height from r on.
             heights = [max(0.0, FARTHEST - ratio) / (FARTHEST - 1) for ratio in ratios]
             row = {
                 "cost": cost,
@@ -131,7 +131,7 @@ def scores(found: pl.DataFrame) -> pl.DataFrame:
 
 
 def _ratios(found: pl.DataFrame, cost: str) -> dict[str, list[float]]:
-    """Return each method's cost over the least of any, at every setting; ∞ where it fails."""
+    """Return each method's cost relative to the least, at every setting; ∞ where it fails."""
     simulated = found.filter(pl.col("engine") == "simulated")
     chosen = simulated if len(simulated) else found
     methods = chosen["method"].unique(maintain_order=True).to_list()

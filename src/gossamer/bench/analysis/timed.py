@@ -1,4 +1,4 @@
-"""Modelled seconds beside measured ones, in the rows of a run."""
+"""Add modelled seconds to the rows of a run."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from gossamer.bench.clock import Clock, Mark
 
 
 def timed(rows: RunRows, clock: Clock | None) -> RunRows:
-    """Return rows with ``modelled_s``, where a clock tells it."""
+    """Return rows with ``modelled_s``, if the clock can predict it."""
     if clock is None:
         return rows
     steps = rows.steps.select("step", "bytes_sent", "degree")
-    looks = rows.evaluations.select("step", "bytes_sent", degree=pl.lit(None, pl.Int64))
-    known = pl.concat([steps, looks]).unique("step", keep="first").sort("step")
-    # Between two records of steps, the latter says what was decided.
+    evaluations = rows.evaluations.select("step", "bytes_sent", degree=pl.lit(None, pl.Int64))
+    known = pl.concat([steps, evaluations]).unique("step", keep="first").sort("step")
+    # A step record has the decision of the interval that it ends.
     degree = pl.col("degree").fill_null(strategy="backward").fill_null(strategy="forward")
     marks = known.with_columns(degree.fill_null(0)).iter_rows()
     found = clock.seconds(

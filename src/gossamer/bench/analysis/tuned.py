@@ -1,4 +1,4 @@
-"""What trials say of learning rates: a curve for each method, and its best rate."""
+"""Results of trials: a curve over learning rates for each method, and its best rate."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def sensitivity(trials: pl.DataFrame) -> pl.DataFrame:
     """Return one row per method and learning rate: the metric on validation samples, over seeds.
 
     Args:
-        trials: of ``Tables``. Those that have no result yet, or failed, are not counted; a rate at
+        trials: of ``Tables``. Those without a result yet, or that failed, do not count; a rate at
             which one diverged has no metric.
     """
     ended = trials.filter(pl.col("status").is_in(["done", "diverged"]))
-    # A metric that is no number is as bad as a loss that is none.
+    # A metric that is not finite counts as divergence, like a loss that is not.
     metric = pl.col("final").filter(pl.col("final").is_finite())
     diverged = pl.len() - metric.len()
     rates = (
@@ -41,7 +41,7 @@ def sensitivity(trials: pl.DataFrame) -> pl.DataFrame:
 
 
 def tuning(curves: pl.DataFrame, results: pl.DataFrame) -> pl.DataFrame:
-    """Return one row per method that was tuned: its best rate, and what that came to on the test.
+    """Return one row per tuned method: its best rate, and the result of that rate on the test.
 
     Args:
         curves: as ``sensitivity`` returns them.

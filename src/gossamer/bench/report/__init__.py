@@ -1,5 +1,5 @@
-"""What came out of an experiment: a page to look at, tables and figures as files.
+"""The report of an experiment: a page, and tables and figures as files.
 
-``writing.write_report(folder)`` writes it. It imports plotly, polars and Jinja2, so nothing is
-imported here.
+``writing.write_report(folder)`` writes it. It needs plotly, polars and Jinja2, so this package
+imports nothing.
 """

@@ -12,7 +12,7 @@ from gossamer.bench.report.traces import Trace
 
 
 class Figure(NamedTuple):
-    """What is drawn, in all its filters at once."""
+    """A figure with the traces of all filters and options."""
 
     name: str
     title: str
@@ -27,7 +27,7 @@ class Figure(NamedTuple):
     """Whether scales are drawn side by side."""
 
     choices: dict[str, dict[str, str]] = {}  # noqa: RUF012 - never changed
-    """What can be chosen in the figure: for each choice its options and what they are called."""
+    """The menus of the figure: for each, its options and their labels."""
 
 
 def series(frame: pl.DataFrame) -> Iterator[tuple[tuple[str, int, str], pl.DataFrame]]:

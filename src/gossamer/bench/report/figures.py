@@ -1,7 +1,7 @@
-"""Tables to figures: plain plotly traces, each marked with what it shows.
+"""Turn tables into figures: plain plotly traces, each with the metadata that the page filters by.
 
-The marks (``meta``) are what the page filters by: workload, scale, method, and a choice that some
-figures offer. The same traces are written as images. Long series are thinned here, and only here.
+The metadata (``meta``) are workload, scale, method, and the option of figures that have a menu. The
+same traces are written as images. Long series are subsampled here and nowhere else.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ from gossamer.bench.report.tuning_figures import sensitivity_figure
 from gossamer.charts.theme import REFERENCE
 
 _TENSORS = 6
-"""The most tensors whose dispersion can be looked at one by one."""
+"""The most tensors that can be selected one by one."""
 
 _MANY_SERIES = 60
-"""With more, tensors cannot be looked at one by one."""
+"""With more series, tensors cannot be selected one by one: the page would get too large."""
 
 _ASIDE = 0.3
-"""The breadth of all methods at one scale, in powers of two; less where scales lie closer."""
+"""The width over which the methods of one scale are spread, in powers of two; less where scales
+are closer together."""
 
 _ROLES: dict[str, str] = {
     "average": "average model",
@@ -41,18 +42,18 @@ _ROLES: dict[str, str] = {
 
 
 def method_styles(runs: pl.DataFrame) -> dict[str, Style]:
-    """Return the look of every method of an experiment, in the order of its list."""
+    """Return the style of every method, in the order of the experiment."""
     named = runs.select("method", "centralized").unique(maintain_order=True)
     central = named.filter(pl.col("centralized"))["method"].to_list()
     return styles([name for name in named["method"] if name not in central], central)
 
 
 def figures(analysis: Analysis, norms: pl.DataFrame | None = None) -> list[Figure]:
-    """Return all figures that there are data for.
+    """Return all figures that have data.
 
     Args:
         analysis: the tables.
-        norms: how norms are spread over workers, by run, step and tensor, where that is known.
+        norms: quantiles of norms over workers, by run, step and tensor, if stored.
     """
     look = method_styles(analysis.all_runs)
     shown = _shown(analysis.runs)
@@ -78,7 +79,7 @@ def figures(analysis: Analysis, norms: pl.DataFrame | None = None) -> list[Figur
 
 
 def _shown(runs: pl.DataFrame) -> pl.DataFrame:
-    """Return the runs whose curves are drawn: those that are done, or where there is none, all."""
+    """Return the runs whose curves are drawn: those that are done, or all if none is."""
     done = (pl.col("status") == "done").any().over([*SETTING, "method"])
     return runs.filter((pl.col("status") == "done") | ~done)
 
@@ -95,7 +96,7 @@ def _scale(analysis: Analysis, look: dict[str, Style]) -> Figure:
     for (workload, method), group in known.group_by(["workload", "method"], maintain_order=True):
         ordered = group.sort("workers")
         meta = mark(str(workload), None, str(method), "workers", ordered["metric"][0])
-        # Moved a little to the side, so that intervals do not lie on each other.
+        # Shifted a little, or the intervals of methods would overlap.
         aside = 2 ** (breadth * (list(look).index(str(method)) / max(1, len(look) - 1) - 0.5))
         x = ordered["workers"] * aside
         trace = line(
@@ -122,8 +123,8 @@ def _scale(analysis: Analysis, look: dict[str, Style]) -> Figure:
     return Figure(
         "scale",
         "Result against scale",
-        "Final metric of the averaged model, mean over seeds with its 95 % interval. A line that "
-        "falls to the right loses with scale.",
+        "Final metric of the averaged model, mean over seeds with its 95 % interval. Where a line "
+        "gets worse to the right, the method loses with scale.",
         traces,
         {"xaxis": {"type": "log", **ticks}},
         faceted=False,
@@ -131,7 +132,7 @@ def _scale(analysis: Analysis, look: dict[str, Style]) -> Figure:
 
 
 class _Spent(NamedTuple):
-    """What results are drawn against, and the figure that does."""
+    """A quantity that results are drawn against, and the texts of its figure."""
 
     column: str
     axis: str
@@ -140,7 +141,7 @@ class _Spent(NamedTuple):
     title: str
     reading: str
     scale: float = 1
-    """Of the column, in units of the axis."""
+    """Units of the column per unit of the axis."""
 
     axes: dict[str, Any] = {}  # noqa: RUF012 - never changed
 
@@ -151,8 +152,8 @@ _STEPS = _Spent(
     unit="steps",
     name="learning",
     title="Learning curves",
-    reading="Lines are means over seeds; the band reaches from the lowest seed to the highest. "
-    "Where replicas lie far below the average model, workers disagree.",
+    reading="Lines are means over seeds; the band spans from the lowest seed to the highest. "
+    "Where replicas are far below the average model, workers disagree.",
 )
 _BYTES = _Spent(
     column="bytes_sent",
@@ -231,7 +232,7 @@ def _connections(analysis: Analysis, look: dict[str, Style]) -> Figure:
         "Result against connections",
         "One point per run. Neighbours heard per step are the mean over training: a graph's degree "
         "times its rounds. The dashed grey line is centralized training. Points that rise to the "
-        "right: more connections go with a better result.",
+        "right mean that more connections go with a better result.",
         traces,
         {"xaxis": {"type": "log"}},
     )
@@ -260,8 +261,8 @@ def _accuracy_by_dispersion(analysis: Analysis, look: dict[str, Style]) -> Figur
         "Result against dispersion",
         "One point per run: how unequal the norms of parameter tensors were across replicas, just "
         "before averaging, in a third of training (geometric mean over tensors). The line is a "
-        "least-squares fit over all methods at that scale. Points that fall to the right: replicas "
-        "that differ more go with a worse result.",
+        "least-squares fit over all methods at that scale. Points that fall to the right mean that "
+        "replicas that differ more go with a worse result.",
         traces,
         {"xaxis": {"type": "log", "exponentformat": "power"}},
         choices={
@@ -320,8 +321,8 @@ def _dispersion_by_step(analysis: Analysis, shown: pl.DataFrame, look: dict[str,
         "dispersion-by-step",
         "Dispersion over training",
         "How unequal the norms of tensors are across replicas, just before averaging; geometric "
-        "mean over seeds, and over tensors or of one. Graphs with more connections should lie "
-        "lower, most clearly early.",
+        "mean over seeds, and over all tensors or for one. Graphs with more connections should be "
+        "lower, most clearly early in training.",
         traces,
         {"yaxis": {"type": "log", "exponentformat": "power", "dtick": 1}},
         choices={"measure": MEASURES, "tensor": options},
@@ -350,9 +351,9 @@ def _norms(norms: pl.DataFrame, shown: pl.DataFrame, look: dict[str, Style]) -> 
     return Figure(
         "norms",
         "Norms of replicas",
-        "The L2 norm of one tensor, just before averaging, in the run of the first seed: how far "
-        "the largest and the smallest over workers are apart, as a share of the median, or the "
-        "median itself. All norms are in the folder, in norms/<run>.parquet.",
+        "The L2 norm of one tensor, just before averaging, in the run of the first seed: the "
+        "difference between the largest and the smallest over workers, relative to the median, or "
+        "the median itself. All norms are in norms/<run>.parquet in the folder.",
         traces,
         {},
         choices={"show": _NORMS, "tensor": {tensor: tensor for tensor in tensors}},
@@ -363,14 +364,14 @@ def _norms(norms: pl.DataFrame, shown: pl.DataFrame, look: dict[str, Style]) -> 
 
 
 def _metrics(analysis: Analysis) -> dict[str, str]:
-    """Return what each workload is judged by."""
+    """Return the name of each workload's metric."""
     return dict(analysis.runs.select("workload", "metric").unique().iter_rows())
 
 
 def _references(
     analysis: Analysis, look: dict[str, Style], x: pl.Series, x_name: str
 ) -> Iterator[Trace]:
-    """Yield a level line for each centralized method, over the breadth of a figure."""
+    """Yield a horizontal line for each centralized method, over the width of a figure."""
     central = analysis.summary.filter(pl.col("centralized"), pl.col("final").is_not_null())
     if x.is_empty():
         return

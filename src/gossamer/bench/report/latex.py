@@ -1,4 +1,4 @@
-r"""A table as LaTeX, to be taken into a paper: ``\input`` it, with ``\usepackage{booktabs}``."""
+r"""Tables as LaTeX for a paper: ``\input`` the file, with ``\usepackage{booktabs}``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SPECIAL = {
     "<": r"\textless{}",
     ">": r"\textgreater{}",
     '"': "''",
-    # What a font of pdflatex may not have.
+    # Characters that fonts of pdflatex may lack.
     "−": r"$-$",
     "–": "--",
     "ρ": r"$\rho$",
@@ -36,17 +36,17 @@ def escape(text: str) -> str:
     >>> escape("D_ring, 50 %")
     'D\\_ring, 50 \\%'
     """
-    # A line that ends ends a row, and an empty one the table.
+    # A newline would end the row, and an empty line the table.
     return "".join(_SPECIAL.get(character, character) for character in " ".join(text.split()))
 
 
 def to_latex(table: pl.DataFrame) -> str:
     """Return a table as ``tabular`` with the rules of booktabs.
 
-    An interval stands behind its value. A workload and a metric that all rows share are no columns
-    but said in a comment, and a column without values is left out.
+    An interval follows its value. A workload or a metric that all rows share becomes a comment
+    instead of a column, and a column without values is left out.
     """
-    columns = [name for name in table.columns if _says_something(table[name])]
+    columns = [name for name in table.columns if _has_values(table[name])]
     shared = [name for name in columns if name in _SHARED and table[name].n_unique() == 1]
     columns = [name for name in columns if name not in shared and not _is_bound(name, columns)]
     kinds = "".join("l" if isinstance(table[name].dtype, _NAMES) else "r" for name in columns)
@@ -66,7 +66,7 @@ def to_latex(table: pl.DataFrame) -> str:
     )
 
 
-def _says_something(column: pl.Series) -> bool:
+def _has_values(column: pl.Series) -> bool:
     return any(value not in (None, "") for value in column)
 
 
@@ -77,7 +77,7 @@ def _is_bound(column: str, columns: Sequence[str]) -> bool:
 
 
 def _line(cells: Sequence[str]) -> str:
-    # After the end of a line, these would be its arguments.
+    # After \\, LaTeX would read these as its optional argument.
     begin = "{}" if cells[:1] and cells[0].startswith(("[", "*")) else ""
     return f"{begin}{' & '.join(cells)} \\\\"
 

@@ -1,4 +1,4 @@
-"""The page: one file with everything in it, or its content alone for one that is open already."""
+"""Render the page: a self-contained file, or only the content for a page that is already open."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def render(
 
     Args:
         results: what it shows.
-        refresh_s: how often it asks the server that it came from for news; None for a file.
-        made: its content, where that is at hand.
+        refresh_s: how often it polls the server that it came from; None for a file.
+        made: its content, where it is rendered already.
     """
     template = _templates().get_template("page.html")
     return template.render(
@@ -119,14 +119,14 @@ def _correlations(analysis: Analysis) -> list[dict[str, Any]]:
 
 
 def _effects(analysis: Analysis) -> list[dict[str, Any]]:
-    """Return what is known of each association but those of dispersion at one scale."""
+    """Return the effect sizes, without those of dispersion at a single scale."""
     alone = pl.col("observation") != "dispersion"
     chosen = analysis.observations.filter(alone | pl.col("workers").is_null())
     return [row for row in chosen.iter_rows(named=True) if row["rho"] is not None]
 
 
 def _target_costs(analysis: Analysis) -> list[str]:
-    """Return the costs of which anything is known."""
+    """Return the costs that any method has a value for."""
     found = analysis.targets
     return [
         cost
@@ -149,15 +149,15 @@ def _mean_ranks(analysis: Analysis) -> list[dict[str, Any]]:
 
 
 def _trial_facts(results: Results) -> str:
-    """Return with which seeds methods were tuned, and on what."""
+    """Return the seeds and the validation share of the trials, as text."""
     trials = results.analysis.trials
     if trials.is_empty():
         return ""
     shares = {results.specs[run_id]["validation_share"] for run_id in trials["run_id"]}
-    told = f"Trials have {_seeds(trials)} and are judged by "
-    told += f"{words.listed([f'{100 * s:g} %' for s in sorted(shares)])} of the training samples."
+    text = f"Trials use {_seeds(trials)} and are evaluated on "
+    text += f"{words.listed([f'{100 * s:g} %' for s in sorted(shares)])} of the training samples."
     final = results.analysis.runs
-    return told if final.is_empty() else f"{told} What is compared has {_seeds(final)}."
+    return text if final.is_empty() else f"{text} The runs that are compared use {_seeds(final)}."
 
 
 def _seeds(runs: pl.DataFrame) -> str:
@@ -176,7 +176,7 @@ def _graphs(results: Results) -> list[dict[str, Any]]:
             continue
         try:
             schedule = schedule_of(results.specs[row["run_id"]])
-        except UserError:  # a topology that is gone
+        except UserError:  # the topology no longer exists
             continue
         if schedule:
             last = row["planned_steps"] - 1
@@ -202,7 +202,7 @@ def _drawings(schedule: Schedule, color: str, last: int) -> list[tuple[str, Mark
 
 
 def _how_often(schedule: Schedule) -> str:
-    """Return in which steps of a cycle anybody hears anybody, where it is not all of them."""
+    """Return how many steps of a cycle exchange anything; empty if all do."""
     period = schedule.period or 1
     if period == 1 or period > LONGEST_PERIOD:
         return ""

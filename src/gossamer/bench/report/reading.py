@@ -1,4 +1,4 @@
-"""An experiment's folder, read for a report: again and again, and each file once."""
+"""Read an experiment's folder for a report; unchanged files are cached."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from gossamer.records import Started
 _log = logging.getLogger(__name__)
 
 _MOST_STEPS = 60
-"""Of which norms are shown."""
+"""The most steps of a run whose norms are shown."""
 
 NO_NORMS = pl.DataFrame(
     schema={
@@ -40,11 +40,11 @@ NO_NORMS = pl.DataFrame(
         ),
     }
 )
-"""The table of norms of runs that have kept none."""
+"""The table of norms of runs that stored none."""
 
 
 class Problem(NamedTuple):
-    """A run that gave no result, or not all of it."""
+    """A run without a result, or with only part of it."""
 
     run_id: str
     workload: str
@@ -62,38 +62,38 @@ class Results(NamedTuple):
     """Of the experiment."""
 
     text: str
-    """Of its file; empty where there is none."""
+    """Content of its file; empty if there is none."""
 
     analysis: Analysis
     counts: dict[str, int]
-    """Runs by status; ``to do`` are those of the experiment that have no file."""
+    """Runs by status; ``to do``: planned runs that have no file."""
 
     problems: list[Problem]
     skipped: list[Skipped]
-    """Combinations that cannot be."""
+    """Impossible combinations, such as a torus of 7 workers."""
 
     foreign: int
-    """Runs in the folder that are not of the experiment; they are left out."""
+    """Runs in the folder that do not belong to the experiment; they are left out."""
 
     remark: str
-    """Why it is not known which runs the experiment has."""
+    """Why the planned runs of the experiment are unknown; empty if they are known."""
 
     specs: dict[str, dict[str, Any]]
     """By run."""
 
     environments: list[tuple[dict[str, str], int]]
-    """Each that runs were done in, and how many."""
+    """Each distinct environment, and the number of its runs."""
 
     norms: pl.DataFrame
-    """How norms are spread over workers, one row per run, step and tensor; of some steps where
-    there are many."""
+    """Quantiles of norms over workers, one row per run, step and tensor; a subset of the steps
+    where there are many."""
 
     clock: str
-    """By what modelled seconds are told, or why they are not; empty where nobody asked."""
+    """How seconds are modelled, or why they are not; empty if the experiment has no link."""
 
     @property
     def missing(self) -> int:
-        """Runs of which there is no result yet."""
+        """The number of runs without a result yet."""
         return self.counts.get("to do", 0) + self.counts.get("unfinished", 0)
 
 
@@ -107,31 +107,31 @@ class _Kept(NamedTuple):
 
 @final
 class Reader:
-    """Reads a folder. A file that has not changed since is not read again."""
+    """Reads a folder; a file that has not changed is not read again."""
 
     def __init__(self, folder: Path) -> None:
         if not (folder / "runs").is_dir():
             raise UserError(
-                f"a report is of an experiment's folder, which has a folder runs; got {folder}; "
+                f"a report needs an experiment's folder, which has a folder 'runs'; got {folder}; "
                 "make one with gossamer bench run"
             )
         self._store = Store(folder)
         self._kept: dict[str, _Kept] = {}
         self._clocks: list[Clock] = []
         self._clock_text = ""
-        """Of the experiment that the clocks are of."""
+        """Content of the experiment's file when the clocks were made."""
 
     def stamps(self) -> dict[str, Stamps]:
-        """Return what tells whether anything has changed."""
+        """Return the time and size of each file, which change when it does."""
         return self._store.stamps()
 
     def read(self) -> Results:
-        """Return what the folder holds now."""
+        """Return the current content of the folder."""
         experiment, plan, name, text, remark = self._experiment()
         clock = self._read_clock(experiment)
         self._refresh({run.id: run.parts for run in plan.runs} if plan else {})
         if plan and self._kept and not self._kept.keys() & {run.id for run in plan.runs}:
-            remark = "its file asks for none of those in the folder, so another version made them"
+            remark = "its file plans none of the runs in the folder, so another version made them"
             plan = None
         planned = {run.id: run.method for run in plan.runs} if plan else {}
         chosen = {
@@ -166,7 +166,7 @@ class Reader:
         )
 
     def _read_clock(self, experiment: Experiment | None) -> str:
-        """Make the clocks that the experiment asks for; return what to say of it."""
+        """Make the clocks of the experiment; return their description for the page."""
         text = experiment.text if experiment else ""
         if experiment is None or text != self._clock_text:
             self._clocks, self._clock_text = [], ""
@@ -175,7 +175,7 @@ class Reader:
         try:
             self._clocks = self._clocks or make_clocks(experiment)
         except UserError as error:
-            return f"not known, because {error}"
+            return f"unknown, because {error}"
         self._clock_text = text
         return self._clocks[0].described if self._clocks else ""
 
@@ -187,7 +187,7 @@ class Reader:
                 continue
             try:
                 story = self._store.read(run_id)
-            except UserError:  # renamed between the two looks: the next one finds it
+            except UserError:  # renamed since stamps(); the next refresh finds it
                 continue
             first = story.records[0] if story.records else None
             environment = first.environment if isinstance(first, Started) else {}
@@ -236,17 +236,17 @@ def _in_order(rows: list[RunRows], planned: list[str]) -> list[RunRows]:
 
 def _problems(analysis: Analysis, chosen: dict[str, _Kept]) -> list[Problem]:
     found = [
-        Problem(run_id, "", None, "", None, "damaged", kept.damage or "it has no first record")
+        Problem(run_id, "", None, "", None, "damaged", kept.damage or "its first record is missing")
         for run_id, kept in chosen.items()
         if kept.rows is None
     ]
-    # A trial that diverged is an answer.
+    # A trial that diverged is a result.
     failed = analysis.trials.filter(pl.col("status") != "diverged")
     for row in pl.concat([analysis.runs, failed]).iter_rows(named=True):
         if row["status"] != "done":
             reason = row["damage"] or "".join(row["reason"].strip().splitlines()[-1:])
             if row["status"] == "unfinished":
-                reason = f"goes on, or was cut off, after step {row['steps']}"
+                reason = f"still running, or interrupted, after step {row['steps']}"
             names = ("run_id", "workload", "workers", "method", "seed", "status")
             found.append(Problem(**{name: row[name] for name in names}, reason=reason))
     return found

@@ -1,4 +1,4 @@
-"""Figures over the steps of training: the loss, how far workers are apart, what is decided."""
+"""Figures over training steps: loss, consensus distance, and decisions of controllers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gossamer.bench.report.traces import Trace, band, line, mark, points, thin
 
 _LOSSES = {"loss": "mean over workers", "worst_loss": "worst worker"}
 _SPREAD = [*_LOSSES, "distance"]
-"""Columns of which the least and the most over seeds are drawn."""
+"""Columns drawn with a band from the lowest seed to the highest."""
 
 _DECISIONS = {
     "degree": "neighbours k",
@@ -39,9 +39,10 @@ def loss_figure(analysis: Analysis, shown: pl.DataFrame, look: dict[str, Style])
     return Figure(
         "loss",
         "Training loss",
-        "Of each worker's batch at its own parameters, before the update: the mean over workers, "
-        "or the worst. Lines are means over seeds, the band reaches from the lowest seed to the "
-        "highest. Where it is lower and the metric no better, workers fit their own samples.",
+        "Each worker's loss on its batch at its own parameters, before the update: the mean over "
+        "workers, or the worst. Lines are means over seeds, the band spans from the lowest seed to "
+        "the highest. Where the loss is lower but the metric no better, workers overfit their own "
+        "samples.",
         traces,
         {},
         choices={"show": _LOSSES},
@@ -49,11 +50,11 @@ def loss_figure(analysis: Analysis, shown: pl.DataFrame, look: dict[str, Style])
 
 
 def distance_figure(analysis: Analysis, shown: pl.DataFrame, look: dict[str, Style]) -> Figure:
-    """Return the consensus distance on a logarithmic axis; zeros have a mark at its lower edge."""
+    """Return the consensus distance on a logarithmic axis; zeros are markers at its lower edge."""
     traces: list[Trace] = []
     curves = _mean_steps(analysis, shown.filter(~pl.col("centralized")))
     floors = _floors(curves)
-    said: set[tuple[str, int]] = set()
+    labelled: set[tuple[str, int]] = set()
     for (workload, workers, method), curve in series(curves):
         meta = mark(workload, workers, method, "steps", "consensus distance Ξ")
         floor = floors[workload]
@@ -67,16 +68,16 @@ def distance_figure(analysis: Analysis, shown: pl.DataFrame, look: dict[str, Sty
         equal = thin(curve.filter(pl.col("distance") == 0))
         if len(equal):
             trace = _zeros(look[method], equal["step"], floor, meta)
-            if (workload, workers) not in said:
+            if (workload, workers) not in labelled:
                 trace |= {"mode": "markers+text", "text": ["Ξ = 0"], "textposition": "top right"}
-            said.add((workload, workers))
+            labelled.add((workload, workers))
             traces.append(trace | {"showlegend": not len(apart)})
     return Figure(
         "distance",
         "Consensus distance",
-        "How far workers' parameters are from their mean, root mean square. It follows the "
+        "Root mean square distance of workers' parameters from their mean. It follows the "
         "learning rate; a graph that mixes better keeps it lower. Band: lowest to highest seed. "
-        "An open triangle at the lower edge is Ξ = 0, which a logarithmic axis does not have: all "
+        "An open triangle at the lower edge is Ξ = 0, which a logarithmic axis cannot show: all "
         "workers are equal, as after an exact average.",
         traces,
         {"yaxis": {"type": "log", "exponentformat": "power"}},
@@ -84,7 +85,7 @@ def distance_figure(analysis: Analysis, shown: pl.DataFrame, look: dict[str, Sty
 
 
 def _floors(curves: pl.DataFrame) -> dict[str, float]:
-    """Return, for each workload, a power of ten below everything that has a place on the axis."""
+    """Return, for each workload, a power of ten below all positive values."""
     floors: dict[str, float] = {}
     for (workload,), group in curves.group_by(["workload"], maintain_order=True):
         values = group.select(pl.concat_list("distance", "distance_low").explode()).to_series()
@@ -100,7 +101,7 @@ def _zeros(style: Style, steps: pl.Series, floor: float, meta: dict[str, object]
 
 
 def decisions_figure(analysis: Analysis, shown: pl.DataFrame, look: dict[str, Style]) -> Figure:
-    """Return what methods decide whose communication changes, a curve per method."""
+    """Return neighbours, rounds and targets of methods whose communication changes."""
     traces: list[Trace] = []
     deciding = _mean_steps(analysis, shown.filter(~pl.col("centralized")))
     for (workload, workers, method), curve in series(deciding):

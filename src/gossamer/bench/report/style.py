@@ -1,4 +1,4 @@
-"""One look per method in all figures: colour, and for those who cannot tell it, dash and symbol."""
+"""One style per method in all figures: colour, and for colour-blind readers dash and symbol."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SYMBOLS = (
 
 
 class Style(NamedTuple):
-    """How a method looks."""
+    """The style of a method."""
 
     color: str
     dash: str
@@ -32,7 +32,7 @@ class Style(NamedTuple):
 
 
 def styles(decentralized: Iterable[str], centralized: Iterable[str]) -> dict[str, Style]:
-    """Return the look of every method.
+    """Return the style of every method.
 
     Colours repeat after six, dashes after thirty and symbols after eleven: 330 methods differ.
     """
@@ -50,6 +50,6 @@ def _style(color: str, dash: int, symbol: int) -> Style:
 
 
 def faded(color: str, opacity: float) -> str:
-    """Return a colour of the form #rrggbb that lets through what is behind it."""
+    """Return a colour of the form #rrggbb with an opacity."""
     red, green, blue = (int(color[place : place + 2], 16) for place in (1, 3, 5))
     return f"rgba({red},{green},{blue},{opacity})"

@@ -1,4 +1,4 @@
-"""What methods spend to reach a target: at each scale, and over all settings."""
+"""Figures of the cost to reach a target: at each scale, and over all settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gossamer.bench.report.traces import Trace, line, mark, points
 _UNITS = {"bytes_sent": 1e6}
 _LABELS = {name: cost.label for name, cost in COSTS.items()} | {"bytes_sent": "MB sent per worker"}
 _FIRST = ("modelled_s", "bytes_sent", "step", "train_s")
-"""Costs in the order in which they are offered."""
+"""Costs in the order of the menu."""
 
 
 def target_figure(analysis: Analysis, look: dict[str, Style]) -> Figure:
@@ -36,8 +36,8 @@ def target_figure(analysis: Analysis, look: dict[str, Style]) -> Figure:
             if len(open_ended):
                 own = meta | {"scales": open_ended["workers"].to_list()}
                 at = open_ended[f"more_than_{cost}"] / unit
-                said = f"%{{x}} workers: not reached, more than %{{y:.4~g}} {_LABELS[cost]}"
-                trace = points(look[str(method)], open_ended["workers"], at, own, said)
+                hover = f"%{{x}} workers: not reached, more than %{{y:.4~g}} {_LABELS[cost]}"
+                trace = points(look[str(method)], open_ended["workers"], at, own, hover)
                 trace["marker"] |= {"symbol": "arrow-up-open", "line": {"width": 1.5}}
                 traces.append(trace | {"showlegend": not len(solved)})
     scales = sorted(set(found["workers"].to_list()))
@@ -46,8 +46,8 @@ def target_figure(analysis: Analysis, look: dict[str, Style]) -> Figure:
         "target",
         "Cost to the target",
         "What the median seed has spent at its first evaluation that is as good as the target; "
-        "lower is better. An open arrow: half of the seeds or more do not reach it within what "
-        "they spent, and the arrow stands at the least of that.",
+        "lower is better. An open arrow: half of the seeds or more end without reaching it, and "
+        "the arrow is at the least that such a run spent, a lower bound.",
         traces,
         {"xaxis": {"type": "log", **ticks}, "yaxis": {"type": "log"}},
         faceted=False,
@@ -86,9 +86,9 @@ def profile_figure(analysis: Analysis, look: dict[str, Style]) -> Figure:
     return Figure(
         "profile",
         "Performance profiles",
-        "Over all workloads and scales at once: the share of settings at which a method reaches "
-        "the target with at most so many times what the best one spends. Left: how often it is "
-        "the best. Right: how often it reaches the target at all. A curve above another is better.",
+        "Over all workloads and scales: the share of settings at which a method reaches the target "
+        "for at most x times the cost of the best method. The left end is how often it is the "
+        "best, the right end how often it reaches the target at all. Higher is better.",
         traces,
         {"xaxis": {"type": "log"}, "yaxis": {"range": [-0.03, 1.05], "tickformat": ".0%"}},
         faceted=False,

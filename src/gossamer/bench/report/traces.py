@@ -1,4 +1,4 @@
-"""Plotly's traces as plain values: lines, points and bands in a method's look, with their marks."""
+"""Plotly traces as plain values: lines, points and bands in a method's style, with metadata."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from gossamer.bench.report.style import Style, faded
 Trace: TypeAlias = dict[str, Any]
 
 _MOST_POINTS = 60
-"""Of a curve on the page."""
+"""The most points of a curve on the page."""
 
 
 def mark(
     workload: str | None, workers: int | None, method: str | None, x: str, y: str, **choice: str
 ) -> dict[str, Any]:
-    """Return what the page filters and labels a trace by."""
+    """Return the metadata that the page filters and labels a trace by."""
     return {
         "workload": workload,
         "workers": workers,
@@ -39,7 +39,7 @@ def line(
     hover: str,
     markers: int = 6,
 ) -> Trace:
-    """Return a curve with some markers; ``hover`` is what plotly says under the pointer."""
+    """Return a curve with some markers; ``hover`` is plotly's hover template."""
     marker = {"color": style.color, "symbol": style.symbol, "size": 7, "maxdisplayed": markers}
     look = {"color": style.color, "dash": style.dash, "width": 2}
     return _named("lines+markers", x, y, meta, hover) | {"line": look, "marker": marker}
@@ -52,7 +52,7 @@ def points(
     meta: dict[str, Any],
     hover: str,
 ) -> Trace:
-    """Return points that no line connects."""
+    """Return points without a line."""
     marker = {"color": style.color, "symbol": style.symbol, "size": 9, "opacity": 0.85}
     return _named("markers", x, y, meta, hover) | {"marker": marker}
 
@@ -95,7 +95,7 @@ def band(
 
 
 def thin(frame: pl.DataFrame, most: int = _MOST_POINTS) -> pl.DataFrame:
-    """Return at most so many rows at even distances, the first and the last among them."""
+    """Return at most so many rows, evenly spaced, with the first and the last."""
     if len(frame) <= most:
         return frame
     places = sorted({round(i * (len(frame) - 1) / (most - 1)) for i in range(most)})
@@ -103,7 +103,7 @@ def thin(frame: pl.DataFrame, most: int = _MOST_POINTS) -> pl.DataFrame:
 
 
 def numbers(values: Iterable[float | None]) -> Sequence[float | None]:
-    """Return values with six digits, which is more than a screen shows; None where not finite."""
+    """Return values with six digits, enough for any screen; None where not finite."""
     return [
         None if value is None or not math.isfinite(value) else float(f"{value:.6g}")
         for value in values

@@ -1,4 +1,4 @@
-"""How much a method's result depends on its learning rate."""
+"""The figure of results against the learning rate."""
 
 from __future__ import annotations
 

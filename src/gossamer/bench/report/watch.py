@@ -1,8 +1,8 @@
-"""The page, live, while runs go on: a server on loopback that only reads.
+"""Serve the page while runs are in progress: a read-only HTTP server on loopback.
 
-Work is bounded. A folder that has not changed costs a look at its file names; one that has is read
-at most every few seconds, only the files that changed, and never for more than a tenth of the time
-however many pages are open.
+Work is bounded. If nothing in the folder has changed, a request costs one listing of it. Otherwise
+the changed files are read at most every few seconds, and for at most a tenth of the time, however
+many pages are open.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _REST = 10
 
 @final
 class _Answers:
-    """The page and its content, made when asked for and old."""
+    """The page and its content, rendered on request when the cached ones are out of date."""
 
     def __init__(self, folder: Path, refresh_s: float) -> None:
         self._reader = Reader(folder)
@@ -67,9 +67,9 @@ class Watch:
     """A server of one folder's page.
 
     Args:
-        folder: where records are kept.
-        port: 0 takes a free one.
-        refresh_s: how often an open page asks for news.
+        folder: where the records are.
+        port: 0 for a free one.
+        refresh_s: how often an open page polls.
     """
 
     def __init__(self, folder: Path, port: int = 0, refresh_s: float = 5.0) -> None:
@@ -84,35 +84,35 @@ class Watch:
             self._server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
         except OSError as error:
             raise UserError(
-                f"--port must be free, got {port}: {error.strerror}; leave it out to take any"
+                f"--port must be free, got {port}: {error.strerror}; leave it out to use any"
             ) from error
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}/?token={token}"
 
     def serve(self) -> None:
-        """Answer until interrupted, or closed from another thread."""
+        """Serve until interrupted, or until ``close`` is called from another thread."""
         try:
             self._server.serve_forever()
         finally:
             self._server.server_close()
 
     def close(self) -> None:
-        """Stop answering."""
+        """Stop serving."""
         self._server.shutdown()
 
 
 class _Handler(BaseHTTPRequestHandler):
     timeout = 10.0
-    """Seconds that a connection may say nothing: it has a thread, which would wait for ever."""
+    """Seconds after which an idle connection is closed: its thread would block forever."""
 
     token: str
     answers: _Answers
 
     def do_GET(self) -> None:
-        """Answer with the page, its content, or a refusal."""
+        """Send the page, its content, or an error."""
         place = urlsplit(self.path)
         given = parse_qs(place.query).get("token", [""])[0]
-        # A name other than loopback's would let a page of someone else read this one.
+        # Against DNS rebinding: under another host name a foreign page could read this one.
         host = self.headers.get("Host", "").rpartition(":")[0]
         if host not in ("127.0.0.1", "localhost") or not secrets.compare_digest(
             given.encode(), self.token.encode()
@@ -142,4 +142,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing: the address holds the token."""
+        """Do not log: the address contains the token."""

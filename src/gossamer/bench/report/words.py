@@ -1,4 +1,4 @@
-"""Numbers and findings in words, for the page and the terminal alike."""
+"""Format numbers and findings as text, for the page and the terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIGNIFICANT = 0.05
 
 
 class Finding(NamedTuple):
-    """One of the three observations, as this experiment has it."""
+    """One of the three observations, tested on this experiment."""
 
     workload: str
     title: str
@@ -42,7 +42,7 @@ def number(value: float | None) -> str:
 
 
 def megabytes(count: float | None) -> str:
-    """Return bytes in the unit that suits them.
+    """Return bytes in kB, MB or GB.
 
     >>> megabytes(14069040.0)
     '14.1 MB'
@@ -56,7 +56,7 @@ def megabytes(count: float | None) -> str:
 
 
 def half(mean: float | None, high: float | None) -> str:
-    """Return the half of an interval; nothing where there is none.
+    """Return half the width of an interval; empty if there is none.
 
     >>> half(0.9, 0.91234)
     '± 0.012'
@@ -65,12 +65,12 @@ def half(mean: float | None, high: float | None) -> str:
 
 
 def bounds(low: float | None, high: float | None) -> str:
-    """Return an interval; nothing where there is none."""
+    """Return an interval; empty if there is none."""
     return "" if low is None or high is None else f"{number(low)} to {number(high)}"
 
 
 def p_value(p: float | None) -> str:
-    """Return a p-value as it is written.
+    """Return a p-value as papers write it.
 
     >>> p_value(0.00001), p_value(0.0421)
     ('p < 0.001', 'p = 0.042')
@@ -81,15 +81,15 @@ def p_value(p: float | None) -> str:
 
 
 def correlation(row: dict[str, Any]) -> str:
-    """Return a row of the table of observations in words."""
+    """Return a row of the table of observations as text."""
     units = f"{row['units']} {'scales' if row['observation'] == 'scale' else 'graphs'}"
-    told = [] if row["rho"] is None else [f"ρ = {signed(row['rho'])}"]
-    told += [row["note"]] if row["note"] else [p_value(row["p"]), units]
-    return ", ".join(told).replace(" = ", "\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}")
+    parts = [] if row["rho"] is None else [f"ρ = {signed(row['rho'])}"]
+    parts += [row["note"]] if row["note"] else [p_value(row["p"]), units]
+    return ", ".join(parts).replace(" = ", "\N{NO-BREAK SPACE}=\N{NO-BREAK SPACE}")
 
 
 def effect(row: dict[str, Any]) -> str:
-    """Return how large an association is, and how large it would have had to be to be seen."""
+    """Return the effect size with its interval, and the size that would have been detected."""
     if row["slope"] is None:
         return ""
     text = f"{signed(row['slope'], 2)} per doubling of {_DOUBLED[row['observation']]}"
@@ -97,12 +97,12 @@ def effect(row: dict[str, Any]) -> str:
         return text
     text += f", 95 % interval {slopes(row)}"
     if row["detectable"] is None:
-        return f"{text}; no slope would have been seen reliably"
-    return f"{text}; ±{row['detectable']:.2g} would have been seen"
+        return f"{text}; no effect of any size would have been detected reliably"
+    return f"{text}; ±{row['detectable']:.2g} would have been detected"
 
 
 def slopes(row: dict[str, Any]) -> str:
-    """Return the interval of a slope, which may have no bound."""
+    """Return the interval of a slope, which may be unbounded."""
     low, high = row["slope_low"], row["slope_high"]
     first = "−∞" if low is None else signed(low, 2)
     return f"{first} to {'∞' if high is None else signed(high, 2)}"
@@ -121,7 +121,7 @@ def signed(value: float, digits: int | None = None) -> str:
 
 
 def headlines(analysis: Analysis) -> dict[str, list[str]]:
-    """Return, for each workload, what came out, in a few sentences: who wins, at what cost."""
+    """Return, for each workload, a few sentences: which method wins, and at what cost."""
     lines: dict[str, list[str]] = {}
     for (workload,), verdicts in analysis.verdicts.group_by(["workload"], maintain_order=True):
         rows = list(verdicts.sort("workers").iter_rows(named=True))
@@ -137,7 +137,7 @@ def headlines(analysis: Analysis) -> dict[str, list[str]]:
 
 def races(links: pl.DataFrame) -> list[str]:
     """Return, for each workload and scale, which method is first at the target on which link."""
-    said: list[str] = []
+    lines: list[str] = []
     for _, group in links.group_by(["workload", "workers"], maintain_order=True):
         parts = [
             f"at {link[0]} {_first(list(own.iter_rows(named=True)))}"
@@ -145,25 +145,29 @@ def races(links: pl.DataFrame) -> list[str]:
         ]
         row = group.row(0, named=True)
         aim = f"{number(row['target'])} {row['metric']} on {row['workers']} workers"
-        said.append(f"To {aim}, by modelled time: {'; '.join(parts)}.")
-    return said
+        lines.append(f"To {aim}, by modelled time: {'; '.join(parts)}.")
+    return lines
 
 
 def _first(rows: Sequence[dict[str, Any]]) -> str:
-    """Return who is first on a link, and by how much before all-reduce; rows are in order."""
+    """Return which method is first on a link, and its speed-up over all-reduce.
+
+    Args:
+        rows: sorted by modelled seconds.
+    """
     first = rows[0]
     if first["modelled_s"] is None:
-        return "no method gets there"
-    told = f"{quoted(first['method'])} is first, after {first['modelled_s']:.3g} s"
+        return "no method reaches it"
+    text = f"{quoted(first['method'])} is first, after {first['modelled_s']:.3g} s"
     if first["centralized"]:
-        return f"{told}: stay with all-reduce"
+        return f"{text}: stay with all-reduce"
     for row in rows:
         if row["centralized"]:
             if row["modelled_s"] is None:
-                return f"{told}; {quoted(row['method'])} does not get there"
+                return f"{text}; {quoted(row['method'])} does not reach it"
             ratio = row["modelled_s"] / first["modelled_s"]
-            return f"{told}, {ratio:.1f} times as fast as {quoted(row['method'])}"
-    return told
+            return f"{text}, {ratio:.1f} times as fast as {quoted(row['method'])}"
+    return text
 
 
 def findings(analysis: Analysis) -> list[Finding]:
@@ -176,20 +180,20 @@ def findings(analysis: Analysis) -> list[Finding]:
             rows = here.filter(pl.col("observation") == name)
             if rows.is_empty():
                 continue
-            # Tested together, and corrected for it: the strongest answers for all.
+            # All are tested together and corrected for it, so the strongest row decides.
             rows = rows.with_columns(far=pl.col("rho").abs())
             row = rows.sort("far", descending=True, nulls_last=True, maintain_order=True).row(
                 0, named=True
             )
             if row["p"] is None:
                 continue
-            told = f"Against {_AGAINST[name]}"
+            title = f"Against {_AGAINST[name]}"
             if name == "dispersion":
                 measure = MEASURES[row["measure"]]
-                told += f" ({measure}, {row['phase']} in training; the strongest of {len(rows)})"
+                title += f" ({measure}, {row['phase']} in training; the strongest of {len(rows)})"
             found.append(
                 Finding(
-                    workload, told, claim, _answer(row, sign), correlation(row), effect(row), row
+                    workload, title, claim, _answer(row, sign), correlation(row), effect(row), row
                 )
             )
     return found
@@ -219,7 +223,7 @@ def _answer(row: dict[str, Any], sign: int) -> str:
 
 
 def _winners(rows: Sequence[dict[str, Any]]) -> str:
-    """Return who is ahead where; a best mean that all others are level with is not ahead."""
+    """Return which method is best at which scale; none is where all are level with the best."""
     scales: dict[str, list[str]] = {}
     for row in rows:
         num = len(row["level"] or [])
@@ -241,21 +245,21 @@ def _costs(row: dict[str, Any]) -> list[str]:
     if row["methods"] < 2:
         return []
     if row["level"] is None:
-        return [f"{where} methods share one seed: their order may be chance."]
+        return [f"{where} methods have only one seed in common: their order may be chance."]
     if not row["level"]:
-        return [f"{where} it is ahead of every other method, by more than seeds differ."]
+        return [f"{where} it is ahead of every other method by more than the noise between seeds."]
     best = f"{quoted(row['winner'])} has the best mean, {number(row['final'])}"
     others = listed([quoted(name) for name in row["level"]])
     if len(row["level"]) == row["methods"] - 1 > 2:
         others = "the others"
-    level = f"{where} {best}; {others} cannot be told from it."
+    level = f"{where} {best}; {others} cannot be distinguished from it."
     if row["cheapest"] == row["winner"]:
         sent = megabytes(row["winner_bytes"])
         return [f"{level} It sends the least of these, {sent} per worker."]
     saved = 1 - row["cheapest_bytes"] / row["winner_bytes"]
     return [
         f"{level} The cheapest of these, {quoted(row['cheapest'])}, sends "
-        f"{megabytes(row['cheapest_bytes'])} per worker in place of "
+        f"{megabytes(row['cheapest_bytes'])} per worker instead of "
         f"{megabytes(row['winner_bytes'])} ({100 * saved:.0f} % less)."
     ]
 
@@ -274,7 +278,7 @@ def _versus(row: dict[str, Any]) -> list[str]:
 
 
 def quoted(name: str) -> str:
-    """Return a name as it stands in a sentence.
+    """Return a name in quotes where it would be ambiguous in a sentence.
 
     >>> quoted("Ada"), quoted("ring, held")
     ('Ada', '“ring, held”')
@@ -283,7 +287,7 @@ def quoted(name: str) -> str:
 
 
 def listed(items: Sequence[str]) -> str:
-    """Return items as a sentence has them.
+    """Return items as an enumeration.
 
     >>> listed(["a", "b", "c"])
     'a, b and c'

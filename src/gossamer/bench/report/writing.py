@@ -1,4 +1,4 @@
-"""Write a report: the page, and figures and tables as files. All are atomic."""
+"""Write a report: the page, figures and tables as files. All writes are atomic."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from gossamer.files import write_all_atomic, write_atomic
 _NOT_IN_FILE_NAMES = r"[^\w.=()-]+"
 _IMAGES = ("png", "svg", "pdf")
 _MEASUREMENTS = {*Tables._fields, "dispersion_by_phase", "dispersion_by_run", "norms"}
-"""Tables with a row for each run at least, which no paper prints."""
+"""Tables with at least one row per run, which are too long for LaTeX."""
 
 
 def write_report(
@@ -34,14 +34,14 @@ def write_report(
     tables_dir: Path | None = None,
     tensorboard_dir: Path | None = None,
 ) -> Results:
-    """Write the report of an experiment's folder; return what it shows.
+    """Write the report of an experiment's folder; return its contents.
 
     Args:
-        folder: where records are kept.
+        folder: where the records are.
         out: the page; by default ``report.html`` in the folder.
-        figures_dir: where figures go as .png, .svg and .pdf, if at all; needs Chromium.
-        tables_dir: where tables go as .csv, .parquet and .tex, if at all.
-        tensorboard_dir: where curves go as TensorBoard's event files, if at all.
+        figures_dir: for figures as .png, .svg and .pdf, which needs Chromium; None writes none.
+        tables_dir: for tables as .csv, .parquet and .tex; None writes none.
+        tensorboard_dir: for curves as TensorBoard event files; None writes none.
     """
     results = Reader(folder).read()
     page = render(results)
@@ -58,8 +58,8 @@ def write_report(
 def write_tables(analysis: Analysis, folder: Path, norms: pl.DataFrame | None = None) -> None:
     """Write every table, as .csv and .parquet; lists in a .csv are joined by semicolons.
 
-    Results go as LaTeX too, measurements do not. Of norms it is how they are spread over workers;
-    all of them lie beside the runs.
+    Results are also written as LaTeX, measurements are not. The table of norms has quantiles over
+    workers; the raw norms are in the folder ``norms``.
     """
     tables = analysis._asdict() | ({} if norms is None else {"norms": norms})
     for name, table in tables.items():
@@ -83,7 +83,7 @@ def write_figures(analysis: Analysis, folder: Path, norms: pl.DataFrame | None =
     charts = [chart for chart in drawn.values() for _ in _IMAGES]
 
     def write(aside: list[Path]) -> None:
-        with rendering("leave --figures out: the page needs neither"):
+        with rendering("leave --figures out: the page itself needs no browser"):
             write_images(fig=charts, file=list[str | Path](aside))
 
     write_all_atomic(paths, write)

@@ -2,8 +2,8 @@
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const narrow = matchMedia("(max-width: 640px)");
 
-// In the reader's colours, not those that the figure was made with. One that is made for a width is
-// squeezed a little to fit, or scrolls; a finger scrolls past it.
+// In the reader's colour scheme, not that of the figure. A figure of fixed width shrinks a little to
+// fit, or scrolls; a touch scrolls the page past it.
 function show(plot, traces, layout) {
   const template = THEMES[dark.matches ? "dark" : "light"];
   const width = plot.clientWidth < 0.7 * layout.width ? layout.width : undefined;
@@ -11,7 +11,7 @@ function show(plot, traces, layout) {
     { responsive: true, displaylogo: false, displayModeBar: narrow.matches ? false : "hover", modeBarButtons: [["toImage", "resetScale2d"]] });
 }
 
-// Figures are drawn when they come near the screen: a page of a thousand runs opens at once.
+// Figures are drawn when they are near the viewport, so that a page of a thousand runs opens quickly.
 function drawNear(draw) {
   if (drawNear.watcher) drawNear.watcher.disconnect();
   const watcher = drawNear.watcher = new IntersectionObserver((entries) => {

@@ -9,7 +9,7 @@
   let data = JSON.parse(document.getElementById("data").textContent);
   const state = { workload: "", scales: null, hidden: new Set(), choices: {}, open: !narrow.matches };
 
-  // - The filter: kept in the address, so that it outlives a reload and can be shared
+  // - The filter: stored in the address, so that it survives a reload and can be shared
 
   function readState() {
     const given = new URLSearchParams(location.hash.slice(1));
@@ -104,7 +104,7 @@
     return { ...trace, x: keep(trace.x), y: keep(trace.y), ...(bars ? { error_y: bars } : {}) };
   }
 
-  // Plotly labels every digit of a short logarithmic axis, one over the other, and 20 as "2".
+  // Plotly labels every digit of a short logarithmic axis, overlapping, and 20 as "2".
   function ticks(figure, traces, letter) {
     const axis = figure.axes[letter + "axis"] || {};
     if (axis.type !== "log" || axis.tickvals) return {};
@@ -120,8 +120,8 @@
     return { tickvals: near, ticktext: near.map((value) => (value < 1e-3 || value >= 1e5 ? value.toExponential().replace("+", "") : String(value))), tickangle: 0 };
   }
 
-  // Facets are plotly's grid. Its legend would be one per figure, and forget what it hides when the
-  // page is opened again: the filter, whose chips have the methods' looks, is the legend of all.
+  // Facets are plotly's grid. Plotly's legend would be one per figure, and lose its state on reload:
+  // the filter, whose chips have the methods' styles, is the legend of all figures.
   function layoutOf(figure, traces, width) {
     const facets = figure.faceted ? [...new Set(traces.map((trace) => trace.meta.workers))].sort((a, b) => a - b) : [null];
     const columns = narrow.matches ? 1 : Math.min(facets.length, width > 900 && facets.length !== 4 ? 3 : 2);
@@ -185,7 +185,7 @@
     apply();
   }
 
-  // - A page that is open while runs go on
+  // - A page that is open while runs are in progress
 
   async function refresh() {
     try {
@@ -200,7 +200,7 @@
         for (const found of document.querySelectorAll("details.card > summary")) if (opened.includes(found.textContent)) found.parentElement.open = true;
         scrollTo(0, place);
       }
-    } catch { /* the server has ended; what is shown stays */ }
+    } catch { /* the server has stopped; the page keeps its content */ }
     setTimeout(refresh, REFRESH_S * 1000);
   }
 
