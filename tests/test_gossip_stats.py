@@ -54,8 +54,8 @@ def test_waiting_is_exposed_only_where_nothing_hides_it() -> None:
     assert exposed.bytes_sent == 3 * num_bytes
 
 
-def test_waiting_for_an_average_is_meeting() -> None:
-    """The time that ranks wait for the last one counts as meeting_s."""
+def test_waiting_for_an_average_counts_as_collective() -> None:
+    """The time that ranks wait for the last one counts as collective_s."""
 
     def body(group: ProcessGroup) -> float:
         detector = FailureDetector(NoticeBoard(group, timedelta(seconds=10)))
@@ -63,7 +63,7 @@ def test_waiting_for_an_average_is_meeting() -> None:
         time.sleep(0.1 * group.rank())
         network.collectives.average(torch.ones(3))
         network.close()
-        return network.telemetry.stats(0).meeting_s
+        return network.telemetry.stats(0).collective_s
 
     early, _late = run_ranks(2, body)
     assert early > 0.03
@@ -111,7 +111,7 @@ def test_tensorboard_shows_every_number(tmp_path: Path) -> None:
         messages_sent=8,
         exposed_s=0.4,
         in_flight_s=1.6,
-        meeting_s=0.1,
+        collective_s=0.1,
         left_out={3: 2, 5: 1},
     )
     with SummaryWriter(str(tmp_path)) as writer:
@@ -121,7 +121,7 @@ def test_tensorboard_shows_every_number(tmp_path: Path) -> None:
     read: dict[str, Any] = {tag: events.Scalars(tag)[0] for tag in tags}
     assert {tag.removeprefix("gossip/") for tag in read} == {
         *("num_steps", "bytes_sent", "messages_sent", "exposed_s", "in_flight_s"),
-        *("meeting_s", "exposed_per_step_s", "overlap", "left_out", "mean_moved"),
+        *("collective_s", "exposed_per_step_s", "overlap", "left_out", "mean_moved"),
         *("undecoded", "failures", "joins", "recovery_s"),
     }
     assert read["gossip/overlap"].value == pytest.approx(0.75)

@@ -87,7 +87,8 @@ def race(task: Task, method: str, rank: int, size: int, target: Synchronized[c_d
         method: its name.
         rank: of this host.
         size: number of hosts.
-        target: the file of DDP's final loss, which DDP writes.
+        target: DDP's final loss, shared by the methods' processes; DDP writes it unless the task
+            has one.
     """
     leads = method == REFERENCE
     steps = task.steps if leads else task.most_steps
@@ -103,7 +104,7 @@ def race(task: Task, method: str, rank: int, size: int, target: Synchronized[c_d
     for done in range(steps + 1):
         if done % task.evaluate_every == 0 or done == steps:
             found = evaluate(judged, model, workload.loss, data, size)
-            if done == steps and leads:
+            if done == steps and leads and task.target is None:
                 target.value = found  # pyright: ignore[reportAttributeAccessIssue]
             if rank == 0:
                 point = {"method": method, "step": done, "seconds": seconds, "loss": found}

@@ -35,7 +35,7 @@ class Stats:
     in_flight_s: float
     """Time between the start of exchanges and the end of the wait for them."""
 
-    meeting_s: float
+    collective_s: float
     """Time that training was blocked by collectives: GradScaler, join(), a control, averages."""
 
     left_out: Mapping[int, int] = field(default_factory=dict[int, int])
@@ -117,7 +117,7 @@ class Telemetry:
             messages_sent=self.messages_sent,
             exposed_s=self.exposed_s,
             in_flight_s=self.in_flight_s,
-            meeting_s=self.collective_s,
+            collective_s=self.collective_s,
             left_out=dict(self.left_out),
             mean_moved=self.mean_moved,
             undecoded=dict(self.undecoded),
