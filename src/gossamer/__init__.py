@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from gossamer.gossip import Checkpoints, Gossip, GradScaler, MemberSampler, decentralize
     from gossamer.simulate import Simulation
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 __all__ = [
     "Checkpoints",
     "Gossip",

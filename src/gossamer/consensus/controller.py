@@ -195,7 +195,7 @@ def decided(rounds: tuple[Round, ...], seen: Observation, target: float) -> Deci
 
 
 def _upgraded(saved: dict[str, Any], start: PhaseMemory) -> dict[str, Any]:
-    """Return a state as it is saved now, from one that targets had in common (0.1.0.dev0)."""
+    """Return a state as it is saved now, from one that targets had in common, before 0.1.0."""
     known: dict[type[Memory], dict[str, Any]] = {
         PlainDistance: {
             "calibrates_from": saved["calibrates_from"],
