@@ -144,7 +144,7 @@ def main(
     task = Task(methods=names, target=None, seed=_TUNING_SEED, lr=0.0, **setting)
     curves = Curves(json_file, setting)
     # - Learning rates, by the loss after as many steps as DDP takes
-    for rate in lr or [1e-3, 2e-3, 4e-3]:
+    for rate in lr or [2.5e-4, 5e-4, 1e-3, 2e-3]:
         curves.train(replace(task, lr=rate, most_steps=task.steps, target=-math.inf), hosts)
     best = {name: curves.tuned(name) for name in names}
     # - Seeds
