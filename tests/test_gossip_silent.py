@@ -347,7 +347,10 @@ class Unspeakable(Exception):
 
 @pytest.mark.parametrize(
     ("error", "words"),
-    [(Unspeakable(), "raised Unspeakable, which cannot"), (ValueError("x" * 3_000_000), "xxx…")],
+    [
+        (Unspeakable(), "raised Unspeakable (which cannot be printed)"),
+        (ValueError("x" * 3_000_000), "xxx…"),
+    ],
 )
 def test_an_exception_is_told_whatever_it_says(error: Exception, words: str) -> None:
     """One whose repr raises, one of 3 MB: both are reported to the others in a few words."""

@@ -188,7 +188,7 @@ def describe(error: BaseException, in_words: Callable[[BaseException], str] = re
     try:
         words = in_words(error)
     except Exception:  # a user's class may raise in __repr__, and peers wait for this notice
-        words = f"{type(error).__name__}, whose __repr__ or __str__ raises"
+        words = f"{type(error).__name__} (which cannot be printed)"
     return words if len(words) <= _MAX_CHARS else words[: _MAX_CHARS - 1] + "…"
 
 
