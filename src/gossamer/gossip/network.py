@@ -85,9 +85,8 @@ class Network:
             self.collectives = Collectives(self._connections, self.telemetry)
             self.transport = Transport(self._connections, self.telemetry, rounds=rounds)
         except ExchangeError:
-            if (
-                opening is not None
-            ):  # members that still connect must see at once that this rank does not
+            # Members that still connect must see at once that this rank does not.
+            if opening is not None:
                 self._connections.drop()
             raise
         self._connections.allow_computation()

@@ -254,7 +254,7 @@ class Step:
 
     @torch.no_grad()
     def load_algorithm(self, state: dict[str, Any]) -> None:
-        """Load the algorithm's state; reset it if the saved one is of another algorithm."""
+        """Load the algorithm's state; reset it if there is none, or it is of another algorithm."""
         kept: dict[str, Any] = state.get("algorithm", {})
         if kept.get("name") == repr(self._algorithm):
             self._context.load_state_dict(kept)

@@ -304,7 +304,7 @@ class Transport:
         )
 
     def _reduced_with(self, round: Round) -> tuple[int, ...]:
-        """Return the ranks that this one all-reduces with; empty if it exchanges messages."""
+        """Return the group of three or more that this rank averages exactly in; empty for none."""
         group = round.group_of(self.rank) if round.reduces[self.rank] else None
         return () if group is None else tuple(group.tolist())
 
