@@ -70,7 +70,7 @@ class Transport:
         connections: the connections to neighbours.
         telemetry: counts messages and bytes.
         rounds: rounds whose ranks are connected now: groups of three or more by a process group
-            for their all-reduce, others by lanes. Ranks of later rounds are connected when they
+            for their all-reduce, others by lanes. Ranks of other rounds are connected when they
             start one, and exchange messages, unless all ranks form one group.
     """
 
