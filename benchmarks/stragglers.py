@@ -8,9 +8,10 @@ a given number of times in a row:
 
     T_i(t + 1) = max(T_i(t) + c_i(t), T_j(t) + m)      or      T_i(t) + c_i(t)
 
-Peers are those of ``one_peer_exponential``. Compute times are normal with mean 1; one host may be
-slower than the others by a factor, and workers may pause at random. It prints the time per step of
-the slowest worker, because all take the same number of steps, and the share of skipped messages.
+Peers are those of ``one_peer_exponential``. Compute times are normal with mean 1 and variance
+0.0134; one host may be slower than the others by a factor, and workers may pause at random. It
+prints the time per step of the slowest worker, because all take the same number of steps, and the
+share of skipped messages.
 """
 
 from __future__ import annotations

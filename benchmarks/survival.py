@@ -222,7 +222,7 @@ def _work(scene: Scene, rank: int, folder: Path, address: str) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     store = _join_store(folder, address)
-    # So many processes start slowly, and the timeout is for training.
+    # Many processes on few processors start slowly, and the timeout is for training.
     store.set(f"started/{rank}", "")
     store.wait([f"started/{other}" for other in range(scene.num_workers)], timedelta(seconds=60))
     group = dist.ProcessGroup(store, rank, scene.num_workers)
@@ -281,7 +281,7 @@ class Fault:
     """Causes the fault; returns the time."""
 
     later: Callable[[Running], object] = lambda running: None
-    """Called after the fault."""
+    """Called after the fault; waits itself for survivors to continue."""
 
     words: str = ""
     """What the output of workers that do not survive must contain."""

@@ -645,7 +645,7 @@ def test_sixteen_bit_workers_average_exactly() -> None:
 
 
 def test_averaging_does_not_inflate_parameters() -> None:
-    """After a thousand all-reduced rounds of equal workers their norm is within 1e-6."""
+    """A thousand all-reduced rounds of equal workers change their norm by less than 1e-6."""
 
     def body(group: ProcessGroup) -> float:
         model = nn.Linear(30, 30)

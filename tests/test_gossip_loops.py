@@ -233,7 +233,7 @@ def test_torchs_own_scaler_is_refused() -> None:
 
 @torch.no_grad()
 def perturb_(model: nn.Module) -> list[Tensor]:
-    """Take SAM's ascent step; return the function that undoes it."""
+    """Take SAM's ascent step; return the parameters before it."""
     before = [p.clone() for p in model.parameters()]
     for p in model.parameters():
         assert p.grad is not None

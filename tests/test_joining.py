@@ -62,9 +62,8 @@ class Return:
         if group.rank() == 1:
             self.live(group, ends_at=LOST_AT)
             assert self.have_gone_on.wait(20)
-            os.environ[JOINS] = (
-                RETURNED  # ranks are threads; the others have read the variable already
-            )
+            # Ranks are threads; the others have read the variable already.
+            os.environ[JOINS] = RETURNED
         return self.live(group)
 
     def live(

@@ -116,7 +116,7 @@ class Results:
         ]
 
     def left_of(self, rate: str) -> Task:
-        """Return the methods that are left at a rate."""
+        """Return the task with the methods that have not finished at a rate."""
         left = [name for name in self._task.methods if (rate, name) not in self._ended]
         losses = [p.loss for p in self._points if (p.rate, p.method) == (rate, REFERENCE)]
         return replace(self._task, methods=left, target=losses[-1] if losses else None)

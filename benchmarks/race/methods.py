@@ -1,7 +1,7 @@
 """The methods that are compared: one row of METHODS each.
 
-A setup function takes the model and its settings, and returns a function that does one complete
-training step with an input and its target.
+A setup function takes the model, the loss and the learning rate, and returns a function that does
+one complete training step with an input and its target.
 """
 
 from __future__ import annotations

@@ -19,14 +19,14 @@ def run_on_hosts(
     add: Callable[[Point], None],
     end: Callable[[str], None],
 ) -> None:
-    """Train by each of a task's methods.
+    """Train with each of a task's methods.
 
     Args:
         task: what is trained.
         hosts: how many hosts train it.
         rate: of their links.
-        add: gets each point, as it comes.
-        end: gets the name of each method that came to its end.
+        add: called with each point as it arrives.
+        end: called with the name of each method that has finished.
     """
 
     def collect(host: str, line: str) -> None:

@@ -148,7 +148,7 @@ class Job:
         return True
 
     def all_together(self, since: float = 0.0) -> bool:
-        """Return whether every worker has completed a step with all members since a moment."""
+        """Return whether the last step of every worker was with all members, and after a moment."""
         lasts = [self.last(worker) for worker in range(self.spec.num_workers)]
         num = self.spec.num_workers
         return all(last and last.at > since and len(last.members) == num for last in lasts)

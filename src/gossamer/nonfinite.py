@@ -1,7 +1,8 @@
 """Detect and report workers whose parameters are not finite, or grow absurdly.
 
-Both engines leave such a worker out of a round: it neither sends nor receives
-(``Round.without``). After a number of consecutive rounds they raise.
+Both engines leave a worker whose parameters are not finite out of a round: it neither sends nor
+receives (``Round.without``), and after a number of consecutive rounds they raise. Absurd growth is
+only reported.
 """
 
 # W: workers, N: numbers per worker, T: tensors, S: suspects

@@ -231,7 +231,7 @@ class Algorithm(ABC):
         """Run between the update of a step and the next forward pass."""
 
     def resume(self, context: StepContext, step: int) -> None:
-        """Restore what is in flight before a step, after a state was loaded."""
+        """Restart what is in flight before a step, after parameters were loaded or changed."""
         return
 
     def abandon(self, context: StepContext) -> None:

@@ -30,12 +30,11 @@ class GradientTracking(Algorithm):
     name = "gradient_tracking"
     tracked = ("tracker",)
     kept = ("last_gradient",)
-    needs_all = (
-        True  # without one worker's tracker, the mean of the others is not that of gradients
-    )
+    # Without one worker's tracker, the mean of the others is not that of their gradients.
+    needs_all = True
 
     def adapt_schedule(self, schedule: Schedule) -> Schedule:
-        """Raise for rounds that move the mean: trackers would no longer sum to the gradients."""
+        """Raise for rounds that move the mean: trackers would not sum to the gradients any more."""
 
         def build(step: int) -> Round:
             round = schedule.round(step)

@@ -35,10 +35,11 @@ class PushSum(Algorithm):
 
     name = "push_sum"
     weighted = True
-    needs_all = True  # weight sent to a worker that is left out is lost, so Σ w is not conserved
+    # Weight sent to a worker that is left out is lost: Σ w shrinks, and effective rates grow.
+    needs_all = True
 
     def adapt_schedule(self, schedule: Schedule) -> Schedule:
-        """Return rounds whose columns sum to one; raise for all-reduces, which have no edges."""
+        """Return rounds whose columns sum to one; raise for all-reduces, which send no edges."""
 
         def build(step: int) -> Round:
             round = schedule.round(step)

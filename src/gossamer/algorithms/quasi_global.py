@@ -50,7 +50,7 @@ class QuasiGlobal(Algorithm):
                 )
 
     def check_optimizers(self, optimizers: Iterable[Optimizer]) -> None:
-        """Raise for optimizers that have a momentum already."""
+        """Raise for other optimizers than SGD, and for SGD with a momentum of its own."""
         for optimizer in optimizers:
             groups = optimizer.param_groups
             others = [name for name in ("momentum", "maximize") if any(g.get(name) for g in groups)]

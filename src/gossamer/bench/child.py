@@ -31,7 +31,7 @@ _LAST_WORDS_S = 0.3
 
 
 class Budget(NamedTuple):
-    """The share of the machine of one of several concurrent runs."""
+    """What one of several concurrent runs may use of the machine."""
 
     threads: int
     memory_gb: float | None

@@ -75,7 +75,7 @@ class NormsPart:
         self._file: IO[bytes] | None = None
 
     def write(self, norms: Norms) -> None:
-        """Append the norms of one step; the first call of a resumed run drops later steps."""
+        """Append the norms of one step; the first call of a resumed run drops it and later ones."""
         if self._file is None:
             header = _Header(norms.tensors, len(norms.norms[0]), norms.every)
             self._path.parent.mkdir(exist_ok=True)

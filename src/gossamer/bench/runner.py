@@ -113,7 +113,7 @@ def _pending(
 
 
 def _budget(jobs: int, threads: int, norms_mb: float, checkpoint_s: float) -> child.Budget:
-    """Return the share of the machine of each of several concurrent runs."""
+    """Return the budget of each of several concurrent runs."""
     free_gb = free_bytes() / 1e9 / jobs
     memory_gb = free_gb if math.isfinite(free_gb) else None
     return child.Budget(threads, memory_gb, affordable(norms_mb), checkpoint_s)

@@ -156,7 +156,8 @@ class TargetController:
     def decide(self, seen: Observation, state: TargetState) -> tuple[Decision, TargetState]:
         """Return how to mix at this step, and the next state."""
         if seen.sketches is not None and not np.isfinite(seen.sketches).all():
-            # Overflowed. A NaN distance compares false with every target, and would count as small.
+            # Overflowed. Every comparison of a NaN distance with a target is false, so that some
+            # policies would take it for small and others for large.
             seen = replace(seen, sketches=None)
         # Before the target is read: its phase may begin at this very step.
         memory = state.memory.observed(seen)

@@ -38,7 +38,7 @@ class GossipAccelerator(Accelerator):
     """An Accelerator whose ``prepare(model, optimizer)`` decentralizes them.
 
     ``save_state`` saves the average, and every worker's state beside it; ``load_state`` resumes
-    from these states. ``save_model`` and ``get_state_dict`` return the average. All of them are
+    from these states. ``save_model`` and ``get_state_dict`` use the average. All of them are
     collective calls, as in Accelerate. ``gossip`` is the handle, for ``averaged()`` around
     evaluation.
 
@@ -130,7 +130,7 @@ class GossipAccelerator(Accelerator):
             self._trained.load_state_dict(load_file(os.path.join(input_dir, "model.safetensors")))
 
     def end_training(self) -> None:
-        """Close gossip, unless ``gossip.finalize()`` has, and end Accelerate's trackers."""
+        """Close gossip, unless ``gossip.finalize()`` has, and end training as Accelerate does."""
         if self._gossip is not None:
             self._gossip.close()
         super().end_training()

@@ -85,7 +85,7 @@ class CheckpointFolder:
         found: list[int] = []
         for path in self.path.glob("step-*"):
             match = re.fullmatch(r"step-([0-9]{8,18})", path.name)
-            # Never follow a link: removal would delete files outside of the folder.
+            # Never follow a link: files outside of the folder are not ours to read or remove.
             if match and self.of(int(match[1])) == path and _is_own_folder(path):
                 found.append(int(match[1]))
         return sorted(found)

@@ -92,8 +92,8 @@ class Connections:
             # A ProcessGroupGloo is a backend, not a ProcessGroup, but has the methods used here.
             group = cast(ProcessGroup, self._make_group(members, purpose))
         self._opened.append(group)
-        # A first collective connects all ranks now. Later it could hang beyond the timeout on a
-        # peer that has ended; see gloo's Note [Lazy connections].
+        # A first collective connects all ranks now, and times out. A first connection later could
+        # block beyond the timeout on a peer that has ended; see gloo's Note [Lazy connections].
         wait = self.begin_sum(group, members, torch.zeros(1, device=self.device), what)
         with self.detector.blocked():
             wait()

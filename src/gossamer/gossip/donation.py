@@ -28,12 +28,13 @@ computes from them. A scheduler sets the second one when it is made."""
 class Donation:
     """Serializes a donor's model and optimizers between two updates, and loads them in a joiner.
 
-    The memory of algorithms, wire formats and controllers is left out: it is reset on all members
+    The state of algorithms, wire formats and controllers is left out: it is reset on all members
     whenever they change.
 
     Args:
         model: all its parameters and buffers are packed.
-        optimizers: all their state and settings are, but for learning rates under a scheduler.
+        optimizers: all their state and settings are; under a learning-rate scheduler a joiner keeps
+            its own rates.
     """
 
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:

@@ -52,7 +52,7 @@ class EpochWatcher:
         """Start to poll, or report alarms to another listener from now on.
 
         Args:
-            on_alarm: called on this thread when another member has opened the log; it must
+            on_alarm: called on the polling thread when another member has opened the log; it must
                 ``announce``.
             num_members: how many workers poll the store.
         """

@@ -78,7 +78,7 @@ class FailureDetector:
         self.break_off: Callable[[], None] = lambda: None
         """Closes connections after the announcement, so that peers fail at once."""
         self.closed_peers: set[int] = set()
-        """Ranks whose connections had closed before that."""
+        """Ranks whose connections had closed before this rank closed its own."""
         # - What this rank does
         self._place = Notice(rank=board.rank, step=0, what="")
         self._awaited: tuple[str, tuple[int, ...]] = ("", ())
@@ -99,7 +99,7 @@ class FailureDetector:
 
     @property
     def timeout(self) -> timedelta:
-        """How long a message may take."""
+        """How long a message may take after it has been posted."""
         return self.board.timeout
 
     def at(self, step: int, round: str) -> None:
@@ -227,7 +227,7 @@ class FailureDetector:
             return self._failure
 
     def alarm(self, reason: str) -> None:
-        """Fail all calls from now on, because another rank reports a failure; from any thread."""
+        """Fail all calls from now on, though no wait of this rank has failed; from any thread."""
         with self._lock:
             if self._failure is None and not self._ended.is_set():
                 self._ended.set()

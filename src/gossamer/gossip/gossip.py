@@ -140,7 +140,7 @@ class Gossip:
         return self._worker.together("consensus_distance()", measure)
 
     def sketches(self) -> FloatArray:
-        """Return a sketch of every worker's parameters, [n, m], which preserves their distances.
+        """Return a sketch of every worker's parameters, [n, m]: it nearly preserves distances.
 
         A collective call that does not wait for an exchange in flight. Read it by
         ``consensus.sketch_distance`` and ``consensus.theta``, which estimate distances from it. It

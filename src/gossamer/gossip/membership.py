@@ -48,8 +48,8 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.05
 """Between two polls while members agree."""
 
 _MAX_RETRIES = 3
-"""Epochs in a row that may fail at one step with nobody lost, and that may fail to include a worker
-that joins; more are an error."""
+"""How often members retry a step with nobody lost, and a joiner that was admitted and could not
+connect asks again, before it is an error."""
 
 
 @final

@@ -92,7 +92,7 @@ class Mixer:
         coded = [(bucket, codecs[bucket.dtype]) for bucket in buckets]
         self._parcels = {tag: Parcel(b, codec) for tag, (b, codec) in enumerate(coded) if codec}
         self._inboxes = [self._inbox_of(tag, b) for tag, b in enumerate(self._targets)]
-        # - How it travels
+        # - How it is sent
         self._wire = wire
         self._transport = network.transport
         self._collectives = network.collectives

@@ -94,7 +94,7 @@ class Replica:
 
     @property
     def averaged(self) -> list[Tensor]:
-        """The tensors that are averaged over workers: parameters, and statistics by the rule."""
+        """The tensors that are averaged over workers: parameters, and statistics if so chosen."""
         parameters = locals_of(self._trained) if self._sharded else self.buckets
         return [*parameters, *self._averaged]
 
@@ -162,7 +162,7 @@ class Replica:
 
     @contextlib.contextmanager
     def restored(self) -> Generator[Callable[[], None]]:
-        """Restore parameters bit for bit after the block; the yielded function does so earlier."""
+        """Restore ``averaged`` bit for bit after the block, or earlier by the yielded function."""
         reshard(self._sharded)
         saved = [tensor.detach().clone() for tensor in self.averaged]
 

@@ -44,8 +44,9 @@ class MemberSampler:
     It never ends; the training loop does. While no worker is lost, every sample is drawn once per
     pass over the data set, by one of the workers. A lost worker's samples of the step that all are
     in are missed. If workers are in different steps, samples of the steps from the slowest to the
-    fastest worker, and of batches that a loader has prefetched, may be missed or drawn twice. With
-    fewer members each draws a larger batch, and a step still uses ``batch_size`` samples.
+    fastest worker, and of batches that a loader has prefetched, may be missed or drawn twice; those
+    of all other steps are drawn once. With fewer members each draws a larger batch, and a step
+    still uses ``batch_size`` samples.
 
     The iterator counts batches from ``gossip.num_steps``. If the loop draws several batches per
     step, to accumulate gradients, or a GradScaler skips steps, a worker that joins would begin at

@@ -183,7 +183,7 @@ class _Packer:
             return items if type(value) is list else {"tuple": items}
         if type(value) in (dict, OrderedDict, Counter):
             packed: dict[str, Any] = {type(value).__name__: self._pack_pairs(value, path)}
-            # Versions of modules, in a model's state.
+            # The state of a model has the versions of its modules.
             if attributes := getattr(value, "__dict__", {}):
                 packed["attributes"] = self._pack_pairs(attributes, path)
             return packed

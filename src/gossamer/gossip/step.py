@@ -144,8 +144,8 @@ class Step:
     @torch.no_grad()
     def _before_first_update(self) -> None:
         def begin() -> None:
-            # Otherwise members may be in calls that this worker has yet to make: a worker that is
-            # admitted now would not make them, and those members would wait for it.
+            # While is_alone, members may be in calls that this worker has yet to make: a worker
+            # that is admitted now would not make them, and those members would wait for it.
             if not self.is_alone:
                 self._epochs.admit()
             if not self._is_behind:
@@ -254,7 +254,7 @@ class Step:
 
     @torch.no_grad()
     def load_algorithm(self, state: dict[str, Any]) -> None:
-        """Load the algorithm's state; reset it if the saved one is of another algorithm."""
+        """Load the algorithm's state; reset it if there is none, or it is of another algorithm."""
         kept: dict[str, Any] = state.get("algorithm", {})
         if kept.get("name") == repr(self._algorithm):
             self._context.load_state_dict(kept)

@@ -70,7 +70,7 @@ class Transport:
         connections: the connections to neighbours.
         telemetry: counts messages and bytes.
         rounds: rounds whose ranks are connected now: groups of three or more by a process group
-            for their all-reduce, others by lanes. Ranks of later rounds are connected when they
+            for their all-reduce, others by lanes. Ranks of other rounds are connected when they
             start one, and exchange messages, unless all ranks form one group.
     """
 
@@ -304,7 +304,7 @@ class Transport:
         )
 
     def _reduced_with(self, round: Round) -> tuple[int, ...]:
-        """Return the ranks that this one all-reduces with; empty if it exchanges messages."""
+        """Return the group of three or more that this rank averages exactly in; empty for none."""
         group = round.group_of(self.rank) if round.reduces[self.rank] else None
         return () if group is None else tuple(group.tolist())
 

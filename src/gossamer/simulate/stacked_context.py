@@ -228,7 +228,7 @@ class StackedContext:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state on as many workers; one of another algorithm starts anew."""
+        """Resume from a state on as many workers; one of another algorithm is reset."""
         self._in_flight.clear()
         self.forget_norms()
         if state["name"] == repr(self._algorithm):

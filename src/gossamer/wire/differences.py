@@ -73,7 +73,7 @@ class Differences:
 
     @property
     def moves_mean(self) -> bool:
-        """Whether a message was not mixed whose sender receives none from this worker.
+        """Whether a message was not decoded whose sender receives none from this worker.
 
         If two workers send to each other, both mix the other's message or neither does, which
         conserves the mean.

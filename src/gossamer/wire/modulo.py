@@ -10,9 +10,9 @@ bits have to resolve the *range* of differences between workers, not of values. 
 neighbour, which suits rounds that change. Reference: Lu and De Sa, Moniqua
 (https://arxiv.org/abs/2002.11787), here with nearest rounding.
 
-- The range follows the largest difference seen so far. Messages contain the sender's range, and a
-  worker adopts a larger one from a neighbour, so ranges are nearly equal on all workers, also on
-  directed graphs. Before its first exchange a worker only knows its own distance from the common
+- The range follows the largest difference of recent exchanges. Messages contain the sender's range,
+  and a worker adopts a larger one from a neighbour, so ranges are nearly equal on all workers, also
+  on directed graphs. Before its first exchange a worker only knows its own distance from the common
   start; another may be as far in the opposite direction, hence twice that distance.
 - A step is a power of two, so arithmetic on places is exact in any order.
 - If a difference is outside of the range, a number decodes to a wrong place. The header has a
@@ -346,7 +346,7 @@ class _ModuloCodec(Codec):
         return _power_of_two(range / self._range_of(1.0))
 
     def _range_of(self, step: float) -> float:
-        """Return the largest range that a step can decode."""
+        """Return the largest range that a step allows, with the margin for growth."""
         # Both ends are rounded, which adds up to one place to a difference: hence 2, not 1.
         most_off = 2 ** (self._wire.bits - 1) - 2
         return step * most_off / _MARGINS[self._wire.bits]

@@ -43,7 +43,7 @@ class Fate(enum.Enum):
     """A mark: its sender is left out."""
 
     UNDECODED = "undecoded"
-    """Its values are ambiguous, so it was not mixed."""
+    """Its values are ambiguous or damaged, so it was not mixed."""
 
     ONE_SIDED = "one-sided"
     """Decoded, but the sender cannot decode the receiver's message. Not mixed at either end: one

@@ -89,7 +89,7 @@ class Results(NamedTuple):
     where there are many."""
 
     clock: str
-    """How seconds are modelled, or why they are not; empty if the experiment has no link."""
+    """How seconds are modelled, or why they are not; empty without a link or a profile."""
 
     @property
     def missing(self) -> int:
