@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from gossamer.errors import UserError
 from gossamer.launch import Place, hold_store, launch
@@ -157,16 +158,30 @@ def test_ranks_and_stores_that_do_not_fit_are_rejected(place: Place, words: str)
         launch(["false"], place)
 
 
-def test_the_process_of_the_store_looks_up_no_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_process_of_the_store_resolves_no_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """One thread answers all workers, and would wait for a resolver at each that connects."""
+    started: list[Any] = []
+
+    class Recorded(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            started.append(options["env"])
+
+    monkeypatch.setattr("subprocess.Popen", Recorded)
     monkeypatch.setenv("RES_OPTIONS", "timeout:1")
-    with hold_store("localhost"):
-        assert os.environ["RES_OPTIONS"].split() == ["timeout:1", "attempts:0"]
-    assert os.environ["RES_OPTIONS"] == "timeout:1"
-    monkeypatch.delenv("RES_OPTIONS")
-    code, _ = run_here('test -z "${RES_OPTIONS+set}"')  # workers may need names
+    with hold_store("localhost") as port:
+        store = TCPStore("127.0.0.1", port, is_master=False)
+        store.set("key", "value")
+        assert store.get("key") == b"value"
+    assert started[0]["RES_OPTIONS"].split() == ["timeout:1", "attempts:0"]
+    code, _ = run_here('test "$RES_OPTIONS" = timeout:1')  # workers may need names
     assert code == 0
-    assert "RES_OPTIONS" not in os.environ
+
+
+def test_a_store_on_a_port_that_is_taken_is_refused() -> None:
+    """The error names host and port, and nothing is left behind."""
+    with hold_store("127.0.0.1") as port, pytest.raises(UserError, match=f"127.0.0.1:{port}"):
+        launch(["true"], Place(2, store=f"127.0.0.1:{port}"))
 
 
 def test_a_store_on_a_host_without_an_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -312,6 +312,11 @@ def test_an_epochs_connection_to_the_store_is_opened_before_it_is_needed(
     slow.set()
     assert [ahead.take()] == opened
     assert [opened[0], ahead.take()] == opened  # two failures in a row: not opened before
+    monkeypatch.setattr("gossamer.gossip.epochs._answers", lambda store: False)
+    ahead.open()
+    assert ahead.wait(10)
+    assert ahead.take() is opened[-1]  # a new one, for that of before is broken
+    assert len(opened) == 4
 
 
 def test_where_nobody_is_gone_a_call_made_alone_is_an_error_on_all() -> None:

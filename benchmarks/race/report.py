@@ -134,7 +134,8 @@ def draw_bars(seconds: Mapping[str, Mapping[str, Sequence[float]]], path: Path) 
         subplot_titles=[f"links of {rate.removesuffix('mbit')} Mbit/s" for rate in seconds],
     )
     for column, times in enumerate(seconds.values(), start=1):
-        shown = {name: _median_and_range(times[name]) for name in methods}
+        of_all = {name: times.get(name, [math.inf]) for name in methods}
+        shown = {name: _median_and_range(each) for name, each in of_all.items()}
         ends = [high for _, _, high in shown.values()]
         figure.add_bar(
             x=[median for median, _, _ in shown.values()],
@@ -159,7 +160,7 @@ def draw_bars(seconds: Mapping[str, Mapping[str, Sequence[float]]], path: Path) 
             x=ends,
             y=methods,
             mode="text",
-            text=[f"  {_said(times[name])}" for name in methods],
+            text=[f"  {_said(each)}" for each in of_all.values()],
             textposition="middle right",
             showlegend=False,
             cliponaxis=False,
@@ -167,7 +168,7 @@ def draw_bars(seconds: Mapping[str, Mapping[str, Sequence[float]]], path: Path) 
             col=column,
         )
         figure.update_xaxes(
-            title_text="seconds to DDP's last loss", range=[0, 1.4 * max(ends)], col=column
+            title_text="seconds to DDP's last loss", range=[0, 1.4 * (max(ends) or 1.0)], col=column
         )
     figure.update_layout(
         width=860,

@@ -100,7 +100,13 @@ class Curves:
     def tuned(self, method: str) -> float:
         """Return the learning rate of a method's lowest loss, among those that were tried."""
         tried = [c for c in self._curves if c.method == method and c.seed == _TUNING_SEED]
-        best = min(tried, key=lambda curve: curve.losses[-1][1]).lr
+        finite = [curve for curve in tried if math.isfinite(curve.losses[-1][1])]
+        if not finite:
+            raise UserError(
+                f"{method} must have a finite loss at one of the rates, got none of "
+                f"{len(tried)}; give lower ones by --lr, or run it again if it timed out"
+            )
+        best = min(finite, key=lambda curve: curve.losses[-1][1]).lr
         if best in (min(c.lr for c in tried), max(c.lr for c in tried)):
             console.print(f"{method} is best at {best:g}, an end of the rates; give more by --lr")
         return best
@@ -108,6 +114,12 @@ class Curves:
     def of(self, method: str, lr: float, seeds: Iterable[int]) -> list[Curve]:
         """Return a method's curves, one per seed."""
         found = {curve.key: curve for curve in self._curves}
+        missing = [seed for seed in seeds if (method, lr, seed) not in found]
+        if missing:
+            raise UserError(
+                f"{method} at {lr:g} must have been trained with every seed, got none of seed "
+                f"{missing[0]}; run it again to train what is missing"
+            )
         return [found[method, lr, seed] for seed in seeds]
 
     def _write(self, line: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
@@ -37,6 +38,16 @@ _STEADY_S = 600.0
 
 OVER_MIN = 30.0
 """How long the others may take after the first worker succeeded: a hung one would keep the job."""
+
+_STORE_PROGRAM = """
+import sys, time
+from torch.distributed import TCPStore
+store = TCPStore(sys.argv[1], int(sys.argv[2]), is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+while True:
+    time.sleep(3600)
+"""
+"""Serves until it is killed."""
 
 _NOT_STARTED = -1
 
@@ -102,11 +113,10 @@ def launch(
             f"supervisors of several nodes need one store, got {place.store!r}; pass --store "
             "host:port, the node of rank 0 and a free port there"
         )
-    variables = {**os.environ}
     holds = place.first == 0 and not place.joins
     with hold_store(host, int(port)) if holds else contextlib.nullcontext(int(port)) as port:
         environment = {
-            **variables,
+            **os.environ,
             "MASTER_ADDR": host,
             "MASTER_PORT": str(port),
             "WORLD_SIZE": str(total),
@@ -198,12 +208,9 @@ def hold_store(host: str, port: int = 0) -> Generator[int]:
 
     torch's server looks up the host name of every client, on the one thread that answers all of
     them. If a resolver does not answer, each lookup takes seconds, in which members count each
-    other as lost. So this process resolves no names meanwhile: glibc reads the variable when a
-    thread looks up its first name.
+    other as lost. So the store has a process of its own that resolves no names: glibc reads
+    RES_OPTIONS at most once per process.
     """
-    # Imported here: torch takes seconds to import, and supervisors of other nodes do not need it.
-    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
-
     try:
         address = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as error:
@@ -211,17 +218,25 @@ def hold_store(host: str, port: int = 0) -> Generator[int]:
             f"the host of the store must have an address, got {host!r} ({error}); pass --store "
             "the name or address of this node"
         ) from error
-    before = os.environ.get("RES_OPTIONS")
-    os.environ["RES_OPTIONS"] = f"{before or ''} attempts:0"
-    try:
-        store = TCPStore(address, port, is_master=True, wait_for_workers=False)
-        yield store.port
-        del store
-    finally:
-        if before is None:
-            del os.environ["RES_OPTIONS"]
-        else:
-            os.environ["RES_OPTIONS"] = before
+    options = f"{os.environ.get('RES_OPTIONS', '')} attempts:0"
+    with subprocess.Popen(
+        [sys.executable, "-P", "-c", _STORE_PROGRAM, address, str(port)],
+        env={**os.environ, "RES_OPTIONS": options},
+        stdout=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C is for workers, which need the store to end in order
+        preexec_fn=partial(end_with_parent, signal.SIGKILL),
+    ) as process:
+        assert process.stdout is not None
+        try:
+            listens_at = process.stdout.readline().strip()
+            if not listens_at:
+                raise UserError(
+                    f"the store must be able to listen at {host}:{port}, and ended with the error "
+                    "above; pass --store another port of this node"
+                )
+            yield int(listens_at)
+        finally:
+            process.kill()
 
 
 def _follow(

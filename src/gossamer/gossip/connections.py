@@ -246,7 +246,7 @@ class Connections:
         """
         self._lanes = {}
         self._gloo.close()
-        # A reference cycle, which would keep the store's connection open; see Transport.close.
+        # A reference cycle, which would keep the store's connection open.
         self.detector.break_off = lambda: None
         if self._opened:
             groups, self._opened = self._opened, []

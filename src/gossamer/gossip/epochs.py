@@ -33,6 +33,9 @@ from gossamer.gossip.telemetry import Telemetry
 
 _log = logging.getLogger(__name__)
 
+_SPARE_S = 0.5
+"""How long a recovery may wait for the connection that was opened ahead, and for its answer."""
+
 
 @final
 class Epochs:
@@ -273,7 +276,8 @@ class Epochs:
         """Wait until no thread blocks on dropped connections; return False if time runs out."""
         deadline = time.monotonic() + seconds
         networks = [*self._dropped, self.current.network]
-        return all([network.wait_dropped(deadline - time.monotonic()) for network in networks])
+        idle = [network.wait_dropped(deadline - time.monotonic()) for network in networks]
+        return self._next_store.wait(deadline - time.monotonic()) and all(idle)
 
 
 @final
@@ -299,11 +303,31 @@ class _NextStore:
         with contextlib.suppress(RuntimeError):  # of the store; take() tries again
             self._opened.append(clone(self._store))
 
-    def take(self) -> Store:
-        """Return a connection that nothing else uses."""
+    def wait(self, seconds: float) -> bool:
+        """Wait until no thread connects: one that is woken at exit would abort the process."""
         if self._thread is not None:
-            self._thread.join()
-        return self._opened.pop() if self._opened else clone(self._store)
+            self._thread.join(max(seconds, 0.0))
+        return self._thread is None or not self._thread.is_alive()
+
+    def take(self) -> Store:
+        """Return a connection that nothing else uses, a new one if that of before is broken."""
+        if self.wait(_SPARE_S) and self._opened and _answers(spare := self._opened.pop()):
+            return spare
+        return clone(self._store)
+
+
+def _answers(store: Store) -> bool:
+    """Return whether a connection that may have been idle for hours still works."""
+    thread = threading.Thread(target=_query, args=(store, answers := []), daemon=True)
+    thread.start()
+    thread.join(_SPARE_S)
+    return bool(answers)
+
+
+def _query(store: Store, answers: list[bool]) -> None:
+    with contextlib.suppress(RuntimeError):
+        store.check(["any"])
+        answers.append(True)
 
 
 def _seen(

@@ -17,7 +17,7 @@ message of one step cannot be mistaken for that of another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -84,10 +84,13 @@ class Transport:
         #   theirs it would deadlock.
         self._everyone = connections.everyone
         self._groups: dict[tuple[int, ...], ProcessGroup] = {}
-        self._role_in = lru_cache(maxsize=256)(self._make_role)
+        # Not a bound method: that would be a reference cycle, which keeps connections open until a
+        # garbage collection, and that is rare in a process that trains.
+        make_role = partial(_make_role, self.rank, self.size, self._groups, connections.on_cpu)
+        self._role_in = lru_cache(maxsize=256)(make_role)
         rounds = [*rounds]
         with connections.detector.blocked():
-            for members in (self._everyone, *(self._reduced_with(round) for round in rounds)):
+            for members in (self._everyone, *(_reduced_with(self.rank, round) for round in rounds)):
                 if members and members not in self._groups:
                     self._groups[members] = connections.open(members, "rounds")
             for round in rounds:  # after all groups: a role depends on which of them are open
@@ -190,9 +193,7 @@ class Transport:
     def close(self) -> None:
         """End the collecting thread and release connections; nothing may be in flight."""
         self._collector.end()
-        # A reference cycle: with it connections, that to the store among them, would stay open
-        # until a garbage collection, which is rare in a process that trains.
-        del self._role_in
+        self._role_in.cache_clear()
         self._spare.clear()
         self._groups.clear()
 
@@ -284,29 +285,33 @@ class Transport:
             spare = self._spare[inbox.dtype] = torch.empty_like(inbox)
         return spare[: inbox.numel()]
 
-    def _make_role(self, round: Round) -> _Role:
-        own = round.neighbours(self.rank)
-        reduced_with = self._reduced_with(round)
-        # Receive from the next higher rank first, then around the circle. In the order of ranks,
-        # all neighbours of rank 0 would wait for it at once, and the links of others would idle.
-        order = np.argsort((own.receives.workers - self.rank) % self.size)
-        reduces = reduced_with in self._groups
-        senders, receivers = own.receives.workers[order].tolist(), own.sends.workers.tolist()
-        lanes = [*((s, self.rank) for s in senders), *((self.rank, r) for r in receivers)]
-        return _Role(
-            self_weight=own.self_weight,
-            senders=senders,
-            weights=own.receives.weights[order].tolist(),
-            receivers=receivers,
-            lanes=frozenset(() if reduces or not self._connections.on_cpu else lanes),
-            reduced_with=reduced_with if reduces else (),
-            in_group=bool(reduced_with),
-        )
 
-    def _reduced_with(self, round: Round) -> tuple[int, ...]:
-        """Return the group of three or more that this rank averages exactly in; empty for none."""
-        group = round.group_of(self.rank) if round.reduces[self.rank] else None
-        return () if group is None else tuple(group.tolist())
+def _make_role(
+    rank: int, size: int, groups: Mapping[tuple[int, ...], ProcessGroup], on_cpu: bool, round: Round
+) -> _Role:
+    own = round.neighbours(rank)
+    reduced_with = _reduced_with(rank, round)
+    # Receive from the next higher rank first, then around the circle. In the order of ranks,
+    # all neighbours of rank 0 would wait for it at once, and the links of others would idle.
+    order = np.argsort((own.receives.workers - rank) % size)
+    reduces = reduced_with in groups
+    senders, receivers = own.receives.workers[order].tolist(), own.sends.workers.tolist()
+    lanes = [*((s, rank) for s in senders), *((rank, r) for r in receivers)]
+    return _Role(
+        self_weight=own.self_weight,
+        senders=senders,
+        weights=own.receives.weights[order].tolist(),
+        receivers=receivers,
+        lanes=frozenset(() if reduces or not on_cpu else lanes),
+        reduced_with=reduced_with if reduces else (),
+        in_group=bool(reduced_with),
+    )
+
+
+def _reduced_with(rank: int, round: Round) -> tuple[int, ...]:
+    """Return the group of three or more that this rank averages exactly in; empty for none."""
+    group = round.group_of(rank) if round.reduces[rank] else None
+    return () if group is None else tuple(group.tolist())
 
 
 def _p2p(operation: Callable[..., Any], tensor: Tensor, peer: int, group: ProcessGroup) -> Any:
