@@ -56,6 +56,7 @@ step moves parameters through ``step``, ``rank_context``, ``mixer`` and ``transp
         failures           the position of this rank, and the error of the first failure
         causes             which rank stopped first
         notices            messages between ranks through the store
+        store_query        queries to the store with a deadline
 """
 
 from gossamer.gossip.checkpoints import Checkpoints

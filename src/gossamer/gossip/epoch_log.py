@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, TypeAlias, TypeVar, final
+from typing import Any, TypeAlias, final
 
 from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.distributed_c10d import PrefixStore
 
 from gossamer.gossip.failures import ExchangeError
+from gossamer.gossip.store_query import Answer, query
 
 STEP = "optimizer.step()"
 """``Arrival.call`` of a worker that waits before the update of a step."""
@@ -30,8 +30,6 @@ CURRENT = "current"
 
 Record: TypeAlias = Mapping[str, Any]
 """One line of JSON."""
-
-_Answer = TypeVar("_Answer")
 
 
 @final
@@ -221,26 +219,15 @@ class EpochLog:
             fields[name] = {int(member): value for member, value in fields[name].items()}
         return Decision(**fields)
 
-    def _query(self, question: Callable[[], _Answer], answer_s: float | None = None) -> _Answer:
-        """Return the store's answer; on a thread, because an unreachable store never answers."""
+    def _query(self, question: Callable[[], Answer], answer_s: float | None = None) -> Answer:
+        """Return the store's answer; without one, this worker leaves."""
         answer_s = self._answer_s if answer_s is None else answer_s
-        answers: list[_Answer] = []
-        errors: list[Exception] = []
-
-        def run() -> None:
-            try:
-                answers.append(question())
-            except Exception as error:  # raised below, in the thread that asked
-                errors.append(error)
-
-        thread = threading.Thread(target=run, name="gossamer-ask", daemon=True)
-        thread.start()
-        thread.join(answer_s)
-        if answers:
-            return answers[0]
-        if errors and not isinstance(errors[0], RuntimeError):  # not an error of the store
-            raise errors[0]
-        detail = f": {errors[0]}" if errors else f" within {answer_s:g} s"
+        try:
+            return query(question).result(answer_s)
+        except TimeoutError:
+            detail = f" within {answer_s:g} s"
+        except RuntimeError as error:  # of the store
+            detail = f": {error}"
         raise ExchangeError(
             f"members must reach the store to agree on who goes on, and worker {self._member} got "
             f"no answer{detail}; this worker leaves. Check the network, and the process that holds "

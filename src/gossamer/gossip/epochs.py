@@ -29,6 +29,7 @@ from gossamer.gossip.membership import Membership
 from gossamer.gossip.network import Network, num_parts
 from gossamer.gossip.notices import NoticeBoard, describe
 from gossamer.gossip.replica import Replica
+from gossamer.gossip.store_query import query
 from gossamer.gossip.telemetry import Telemetry
 
 _log = logging.getLogger(__name__)
@@ -318,16 +319,11 @@ class _NextStore:
 
 def _answers(store: Store) -> bool:
     """Return whether a connection that may have been idle for hours still works."""
-    thread = threading.Thread(target=_query, args=(store, answers := []), daemon=True)
-    thread.start()
-    thread.join(_SPARE_S)
-    return bool(answers)
-
-
-def _query(store: Store, answers: list[bool]) -> None:
-    with contextlib.suppress(RuntimeError):
-        store.check(["any"])
-        answers.append(True)
+    try:
+        query(lambda: store.check(["any"])).result(_SPARE_S)
+    except (RuntimeError, TimeoutError):
+        return False
+    return True
 
 
 def _seen(

@@ -7,24 +7,26 @@ somebody waits for goes through ``NoticeBoard.ask``.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import threading
+import logging
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from typing import TypeVar, final
+from typing import Any, final
 
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import PrefixStore
+
+from gossamer.gossip.store_query import Answer, query
+
+_log = logging.getLogger(__name__)
 
 _SEARCH_S = 4.0
 """How long a failing rank searches for the cause, or half its timeout: the store may not answer."""
 
 _MAX_CHARS = 500
 """Of an exception in a notice: enough to recognize it."""
-
-Answer = TypeVar("Answer")
 
 
 @final
@@ -89,7 +91,7 @@ class NoticeBoard:
         store = process_group.get_group_store()
         serial = serial or store.add(f"gossamer/opened/{self.rank}", 1)
         self.store = PrefixStore(f"gossamer/{serial}", store)
-        self._threads: list[threading.Thread] = []
+        self._pending: set[Future[Any]] = set()
 
     def post(self, notice: Notice) -> None:
         """Replace this rank's notice."""
@@ -155,25 +157,27 @@ class NoticeBoard:
     def ask(self, question: Callable[[], Answer], otherwise: Answer) -> Answer:
         """Return the answer to a query, or a default if it fails or takes too long.
 
-        On a thread: a store whose process is stopped does not answer, and clients do not time out.
+        Queries help to explain a failure, which none of their own may hide. That of a store is a
+        RuntimeError; another is a mistake in the query, and is logged.
         """
-        answers: list[Answer] = []
-
-        def run() -> None:
-            with contextlib.suppress(RuntimeError):
-                answers.append(question())
-
-        thread = threading.Thread(target=run, name="gossamer-search", daemon=True)
-        self._threads.append(thread)
-        thread.start()
-        thread.join(1.5 * self.search_s)
-        return answers[0] if answers else otherwise
+        answer = query(question)
+        self._pending.add(answer)
+        try:
+            return answer.result(1.5 * self.search_s)
+        except (RuntimeError, TimeoutError):
+            return otherwise
+        except Exception:
+            _log.exception("a query for the cause of a failure failed")
+            return otherwise
+        finally:
+            if answer.done():
+                self._pending.discard(answer)
+            del answer  # an error in it refers to this frame
 
     def end(self) -> None:
-        """Join all threads with pending queries, if the store answers."""
-        for thread in self._threads:
-            if thread.is_alive():  # one that another thread is about to start cannot be joined
-                thread.join(self.search_s)
+        """Wait for pending queries, if the store answers."""
+        wait(self._pending.copy(), self.search_s)
+        self._pending.clear()  # a late error refers to what was asked, such as a connection
 
     def _get(self, key: str) -> str:
         return self.store.get(key).decode() if self.store.check([key]) else ""
