@@ -31,6 +31,7 @@ from gossamer.workloads.images import cifar_floats, read_cifar10, read_fashion_m
 from gossamer.workloads.multi30k import read_multi30k
 from gossamer.workloads.sources import DATA_SETS, Source, download, find_data_set
 from gossamer.workloads.wikitext import read_wikitext2
+from gossamer.workloads.workload import Transform
 
 FROM_FILES = {
     "fashion-mnist-cnn": "fashion-mnist/train-images-idx3-ubyte.gz",
@@ -165,12 +166,22 @@ def test_cifar10_is_read_as_it_was_written(tmp_path: Path) -> None:
         workloads.find("cifar10-resnet8(pixels=12)")
 
 
+def augmented(transform: Transform, samples: torch.Tensor, seed: int) -> torch.Tensor:
+    """Return the inputs of one worker's training."""
+    return transform(samples.unsqueeze(0), lambda: [np.random.default_rng(seed)])[0]
+
+
 def test_crops_are_windows_of_the_padded_image_and_seeded() -> None:
     """Every augmented image is the image moved by at most 4 pixels, or its mirror image."""
     images = torch.randint(1, 256, (40, 3, 32, 32), dtype=torch.uint8)
-    first, again = (cifar_floats(images, np.random.default_rng(3)) for _ in range(2))
+    first, again = (augmented(cifar_floats, images, 3) for _ in range(2))
     assert torch.equal(first, again)
-    assert not torch.equal(first, cifar_floats(images, np.random.default_rng(4)))
+    assert not torch.equal(first, augmented(cifar_floats, images, 4))
+    together = cifar_floats(
+        images.unflatten(0, (2, 20)), lambda: [*map(np.random.default_rng, (3, 4))]
+    )
+    assert torch.equal(together[0], augmented(cifar_floats, images[:20], 3))
+    assert torch.equal(together[1], augmented(cifar_floats, images[20:], 4))
     padded = torch.nn.functional.pad(images, (4, 4, 4, 4))
     moved = {
         (top, left): cifar_floats(padded[:, :, top : top + 32, left : left + 32], None)
@@ -212,11 +223,11 @@ def test_parts_of_images_are_resampled_within_the_image() -> None:
     """For the test the centre; for training a part: of one colour it stays that colour."""
     images = torch.full((4, 3, 256, 256), 200, dtype=torch.uint8)
     centre = imagenet_floats(images, None)
-    part = imagenet_floats(images, np.random.default_rng(0))
+    part = augmented(imagenet_floats, images, 0)
     assert centre.shape == part.shape == (4, 3, 224, 224)
     torch.testing.assert_close(part, centre, atol=1e-4, rtol=0)
     gradient = torch.arange(256, dtype=torch.uint8).expand(4, 3, 256, 256)
-    widths = imagenet_floats(gradient, np.random.default_rng(0))[:, 0, 0]
+    widths = augmented(imagenet_floats, gradient, 0)[:, 0, 0]
     assert len({round(float(row[-1] - row[0]), 3) for row in widths}) == 4
 
 
@@ -269,7 +280,7 @@ def test_prepared_data_are_as_many_as_published(name: str) -> None:
     data = workload.load()
     assert len(data.train_inputs) == len(data.train_targets) == workload.num_train
     chosen = torch.arange(2)
-    inputs = workload.transform(data.train_inputs[chosen], np.random.default_rng(0))
+    inputs = augmented(workload.transform, data.train_inputs[chosen], 0)
     loss = workload.loss(workload.make_model()(inputs), data.train_targets[chosen])
     assert torch.isfinite(loss)
 

@@ -40,6 +40,7 @@ def on_ranks(text: str) -> list[str]:
         {"topology": "centralized", "clip_norm": 0.5},
         {"topology": "ring", "optimizer": "accum_adamw", "lr": 0.01},
         {"topology": "centralized", "optimizer": "accum_adamw", "lr": 0.01},
+        {"topology": "ring", "optimizer": "smooth_adamw", "lr": 0.01},
     ],
 )
 def test_both_engines_yield_the_same_records(options: dict[str, str], pool: ProcessPool) -> None:

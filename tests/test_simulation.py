@@ -20,7 +20,7 @@ from torch.optim import SGD, Adafactor, AdamW
 from gossamer import Simulation, decentralize
 from gossamer.errors import UserError
 from gossamer.memory import free_bytes, group_bytes
-from gossamer.optim import AccumAdamW
+from gossamer.optim import AccumAdamW, SmoothAdamW
 from gossamer.simulate import Centralized, mix_, worker_seed
 from gossamer.simulate.budget import memory_budget, saved_bytes
 from gossamer.simulate.clipping import check_clip_norm, clip_each_
@@ -30,7 +30,7 @@ from tests import tasks
 from tests.catalogue import ALL_TOPOLOGIES
 from tests.ranks import run_ranks
 from tests.reference import ORDERS, fill_
-from tests.tasks import ALL_TASKS, Task, Tokens
+from tests.tasks import ALL_TASKS, Task, Tokens, mlp
 
 MLP = ALL_TASKS["mlp"]
 CONVNET = ALL_TASKS["convnet"]
@@ -577,6 +577,7 @@ class Clipped(SGD):
         (lambda p: torch.optim.RMSprop(p, lr=0.01), False),
         (lambda p: Adafactor(p, lr=0.05), True),
         (lambda p: AccumAdamW(p, lr=0.05), False),
+        (lambda p: SmoothAdamW(p, lr=0.05), False),
         (by_shape, True),
         (lambda p: AdamW([{"params": p[:2], "lr": 0.1}, {"params": p[2:]}], lr=0.01), False),
     ],
@@ -919,6 +920,71 @@ def test_shared_layers_and_what_a_forward_pass_leaves_behind(gradients: str) -> 
     model = central.average()
     assert model(tasks.vectors(0, 0)[0]).shape == (tasks.BATCH, 9)
     torch.testing.assert_close(dict(model.named_parameters()), central.parameters, **close)
+
+
+class Frozen(nn.BatchNorm1d):
+    """Normalizes by its running statistics in training too."""
+
+    def train(self, mode: bool = True) -> Frozen:
+        """Stay in evaluation mode."""
+        return super().train(False)
+
+
+NORMS: dict[str, Callable[[], nn.Module]] = {
+    "of vectors": lambda: nn.Sequential(nn.Linear(9, 9), nn.BatchNorm1d(9), nn.ReLU(inplace=True)),
+    "of sequences": lambda: nn.Sequential(nn.Unflatten(1, (3, 3)), nn.BatchNorm1d(3), nn.Flatten()),
+    "of inputs": lambda: nn.BatchNorm1d(9, momentum=0.3, eps=0.1),
+    "without weights": lambda: nn.Sequential(nn.Linear(9, 9), nn.BatchNorm1d(9, affine=False)),
+    "without statistics": lambda: nn.BatchNorm1d(9, track_running_stats=False),
+    "frozen": lambda: nn.Sequential(nn.Linear(9, 9), Frozen(9)),
+}
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_batch_normalization_is_each_workers_own(kind: str) -> None:
+    """Parameters and running statistics equal separate modules'; central ones worker 0's."""
+    task = Task(lambda: nn.Sequential(NORMS[kind](), mlp()), tasks.vectors)
+    models = tasks.train(task, parse("ring", 6), "atc", sgd, 4)
+    close: dict[str, Any] = {"rtol": 0, "atol": 1e-12}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # in the loop it would be equal, too
+        sim = run(make(task, order="atc"), task)
+    for worker, model in enumerate(models):
+        torch.testing.assert_close(sim.worker(worker).state_dict(), model.state_dict(), **close)
+    central = Centralized(task.make(), task.loss, sgd, 6, dtype=torch.float64, gradients="vmap")
+    run(central, task, steps=1)
+    model = task.make()
+    model(task.batch(0, 0)[0])
+    buffers = dict(model.named_buffers())
+    torch.testing.assert_close(dict(central.average().named_buffers()), buffers, **close)
+
+
+class RowsOfABuffer(nn.Module):
+    """Keeps running statistics in one buffer, or forgets them."""
+
+    statistics: Tensor
+
+    def __init__(self, *, kept: bool) -> None:
+        super().__init__()
+        self.register_buffer("statistics", torch.stack([torch.zeros(9), torch.ones(9)]))
+        self.kept = kept
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize by the batch, and update the statistics."""
+        mean, var = self.statistics if self.kept else torch.zeros(2, 9, dtype=x.dtype)
+        return nn.functional.batch_norm(x, mean, var, training=True)
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_statistics_that_a_kernel_cannot_update_in_place_run_in_a_loop(kept: bool) -> None:
+    """A copy would be updated in their place, and the update would be lost."""
+    task = Task(lambda: nn.Sequential(RowsOfABuffer(kept=kept), mlp()), tasks.vectors)
+    models = tasks.train(task, parse("ring", 6), "atc", sgd, 4)
+    with pytest.warns(UserWarning, match="running statistics are not buffers of each worker"):
+        sim = run(make(task, order="atc"), task)
+    for worker, model in enumerate(models):
+        expected = model.state_dict()
+        torch.testing.assert_close(sim.worker(worker).state_dict(), expected, rtol=0, atol=1e-12)
 
 
 class Replaced(nn.Module):

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from gossamer.engine.spec import DTYPES, RunSpec
 from gossamer.workloads import Draw, draw_batches
-from gossamer.workloads.workload import as_they_are
 
 _AUGMENT = 2
 """A random stream distinct from those of ``workloads.sharding``."""
@@ -49,15 +48,11 @@ class Batches:
         """
         chosen = torch.from_numpy(samples)
         stored, targets = self.data.train_inputs[chosen], self.data.train_targets[chosen]
-        if self._transform is as_they_are:  # a generator per worker takes longer than the samples
-            return _cast(stored, self._dtype), targets
-        inputs = torch.stack(
-            [
-                self._transform(batch, np.random.default_rng((self._seed, _AUGMENT, worker, step)))
-                for batch, worker in zip(stored, self._workers, strict=True)
-            ]
-        )
-        return _cast(inputs, self._dtype), targets
+
+        def generators() -> list[np.random.Generator]:
+            return [np.random.default_rng((self._seed, _AUGMENT, w, step)) for w in self._workers]
+
+        return _cast(self._transform(stored, generators), self._dtype), targets
 
 
 def _cast(inputs: Tensor, dtype: torch.dtype) -> Tensor:

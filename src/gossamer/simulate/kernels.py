@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from gossamer.simulate.lstm import lstm_of_all
 from gossamer.simulate.stacked import (
     attention_of_all,
+    batch_norm_of_all,
     cross_entropy_of_all,
     dropout_of_all,
     linear_of_all,
@@ -112,6 +113,22 @@ def _attention(
     masked = (scores == -torch.inf).all(-1, keepdim=True)
     shares = scores.masked_fill(masked, 0.0).softmax(-1).masked_fill(masked, 0.0)
     return _dropout(mode, shares, dropout_p) @ value
+
+
+def _batch_norm(  # noqa: PLR0913 - torch's arguments
+    mode: StackedKernels,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    tensors = (input, running_mean, running_var, weight, bias)
+    options = {"training": training, "momentum": momentum, "eps": eps}
+    return mode.below_vmap(batch_norm_of_all, *tensors, options)
 
 
 def _dropout(
@@ -247,6 +264,7 @@ def _attends_to_itself(given: dict[str, Any]) -> bool:
 
 
 _KERNELS: dict[Any, Callable[..., Any]] = {
+    F.batch_norm: _batch_norm,
     F.cross_entropy: _cross_entropy,
     F.linear: _linear,
     F.scaled_dot_product_attention: _attention,

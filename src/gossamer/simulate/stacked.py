@@ -81,6 +81,31 @@ def dropout_of_all(num_workers: int, dims: Dims, x: Tensor, p: float, generators
     return x * torch.stack(masks).div_(1 - p)
 
 
+def batch_norm_of_all(
+    num_workers: int,
+    dims: Dims,
+    x: Tensor,
+    mean: Any,
+    var: Any,
+    weight: Any,
+    bias: Any,
+    options: Any,
+) -> Any:
+    """Return every worker's batch normalization, and update running statistics in place.
+
+    Workers become channels, as vmap makes them for a convolution, so that nothing is copied between
+    the two. vmap's own rule multiplies by the weight and adds the bias in passes of their own.
+    """
+    x, *parts = all_in_front(num_workers, dims, x, mean, var, weight, bias)
+    own = dims[1] == dims[2] == 0 and all(part.is_contiguous() for part in parts[:2])
+    if options["training"] and mean is not None and not own:
+        # flatten() would copy them, and their update would be lost.
+        raise NotImplementedError("running statistics are not buffers of each worker")
+    mean, var, weight, bias = (None if part is None else part.flatten() for part in parts)
+    y = F.batch_norm(x.movedim(0, 1).flatten(1, 2), mean, var, weight, bias, **options)
+    return y.unflatten(1, (num_workers, -1)).movedim(1, 0)
+
+
 def cross_entropy_of_all(
     num_workers: int, dims: Dims, x: Tensor, target: Tensor, ignored: int, smoothing: float
 ) -> Any:

@@ -30,7 +30,8 @@ def classification(  # noqa: PLR0913 - one parameter per field
         num_train: training samples, as published.
         make_model: makes a model with one output per class.
         load: reads the data.
-        transform: from stored samples to model inputs, in training and in evaluation.
+        transform: from stored samples to model inputs, in training (of all workers at once, with a
+            random generator for each) and in evaluation.
         evaluation_batch: test samples in one forward pass.
         target: the accuracy that counts as trained.
         recipe: how it is trained.

@@ -20,7 +20,7 @@ from gossamer.workloads.classification import classification
 from gossamer.workloads.files import data_folder
 from gossamer.workloads.images import normalize
 from gossamer.workloads.models.resnet import resnet50
-from gossamer.workloads.workload import Data, Recipe, Workload
+from gossamer.workloads.workload import Data, Generators, Recipe, Workload
 
 _STORED, _CROP = 256, 224
 _NUM_TRAIN, _NUM_TEST, _NUM_CLASSES = 1_281_167, 50_000, 1000
@@ -53,15 +53,21 @@ def imagenet_resnet50() -> Workload:
     )
 
 
-def imagenet_floats(images: Tensor, generator: np.random.Generator | None) -> Tensor:
-    """Return floats of 224 × 224 pixels: centre crops, or in training random resized ones, flipped.
+def imagenet_floats(images: Tensor, generators: Generators | None) -> Tensor:
+    """Return floats of 224 × 224 pixels: centre crops, or in training random resized ones."""
+    if generators is not None:
+        each = zip(images, generators(), strict=True)
+        return normalize(torch.stack([_resized(*own) for own in each]), _MEAN, _STD)
+    edge = (_STORED - _CROP) // 2
+    return normalize(images[..., edge : edge + _CROP, edge : edge + _CROP], _MEAN, _STD)
+
+
+def _resized(images: Tensor, generator: np.random.Generator) -> Tensor:
+    """Return a worker's random crops, half of them flipped, resampled at once.
 
     A crop has 8 % to 100 % of the area and an aspect ratio of 3:4 to 4:3, as in the usual recipe,
-    here of the stored 256 × 256 pixels; all crops are resampled at once.
+    here of the stored 256 × 256 pixels.
     """
-    if generator is None:
-        edge = (_STORED - _CROP) // 2
-        return normalize(images[..., edge : edge + _CROP, edge : edge + _CROP], _MEAN, _STD)
     num = len(images)
     area = generator.uniform(0.08, 1.0, num)
     ratio = np.exp(generator.uniform(np.log(3 / 4), np.log(4 / 3), num))
@@ -73,8 +79,7 @@ def imagenet_floats(images: Tensor, generator: np.random.Generator | None) -> Te
     rows = np.stack((width * mirror, zero, x, zero, height, y), 1).reshape(num, 2, 3)
     theta = torch.from_numpy(rows).float()
     grid = F.affine_grid(theta, [num, 3, _CROP, _CROP], align_corners=False)
-    parts = F.grid_sample(images.float(), grid, padding_mode="border", align_corners=False)
-    return normalize(parts, _MEAN, _STD)
+    return F.grid_sample(images.float(), grid, padding_mode="border", align_corners=False)
 
 
 @final

@@ -8,7 +8,7 @@ neither sizes nor labels.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from gossamer.workloads.files import DataFiles, data_folder
 from gossamer.workloads.models.convnet import small_convnet
 from gossamer.workloads.models.densenet import densenet100
 from gossamer.workloads.models.resnet import resnet20, small_resnet
-from gossamer.workloads.workload import Data, Options, Recipe, Workload
+from gossamer.workloads.workload import Data, Generators, Options, Recipe, Workload
 
 _PADDING = 1 / 8
 """The most that a crop is shifted, relative to the size: 4 pixels of CIFAR-10's."""
@@ -128,29 +128,36 @@ def _cifar10_workload(
 
 
 def normalize(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:
-    """Return bytes [N, C, H, W] as floats whose channels have about mean 0 and deviation 1."""
+    """Return bytes [..., C, H, W] as floats whose channels have about mean 0 and deviation 1."""
     shift, scale = (torch.tensor(channel).view(-1, 1, 1) for channel in (mean, std))
     return images.float().sub_(255 * shift).div_(255 * scale)
 
 
-def _fashion_floats(images: Tensor, _generator: np.random.Generator | None) -> Tensor:
+def _fashion_floats(images: Tensor, _generators: Generators | None) -> Tensor:
     return normalize(images, (0.2860,), (0.3530,))
 
 
-def cifar_floats(images: Tensor, generator: np.random.Generator | None) -> Tensor:
-    """Return floats; in training randomly shifted by up to an eighth, half of them flipped.
+def cifar_floats(images: Tensor, generators: Generators | None) -> Tensor:
+    """Return floats; in training randomly shifted by up to an eighth, half of them flipped."""
+    if generators is not None:
+        images = _moved(images, generators())
+    return normalize(images, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+
+
+def _moved(images: Tensor, generators: Sequence[np.random.Generator]) -> Tensor:
+    """Return images [workers, batch, C, H, W] moved, half of them flipped, by each worker's draws.
 
     All crops are gathered at once from strided views of all positions.
     """
-    if generator is not None:
-        num, size = len(images), images.shape[-1]
-        padding = int(size * _PADDING)
-        top, left = torch.from_numpy(generator.integers(2 * padding + 1, size=(2, num)))
-        flipped = torch.from_numpy(generator.random(num) < 0.5)
-        places = F.pad(images, (padding,) * 4).unfold(2, size, 1).unfold(3, size, 1)
-        images = places[torch.arange(num), :, top, left]
-        images = torch.where(flipped[:, None, None, None], images.flip(-1), images)
-    return normalize(images, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+    num, size = images.shape[1], images.shape[-1]
+    padding = int(size * _PADDING)
+    draws = [(g.integers(2 * padding + 1, size=(2, num)), g.random(num)) for g in generators]
+    top, left = torch.from_numpy(np.concatenate([places for places, _ in draws], axis=1))
+    flipped = torch.from_numpy(np.concatenate([chances for _, chances in draws]) < 0.5)
+    every = images.flatten(0, 1)
+    places = F.pad(every, (padding,) * 4).unfold(2, size, 1).unfold(3, size, 1)
+    moved = places[torch.arange(len(every)), :, top, left]
+    return torch.where(flipped[:, None, None, None], moved.flip(-1), moved).view_as(images)
 
 
 @cache

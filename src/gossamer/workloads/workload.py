@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias, final
 
@@ -139,10 +139,13 @@ class Recipe:
     tenth of a run (``benchmarks.evaluation``); the last one always uses all of them."""
 
 
-Transform: TypeAlias = Callable[[Tensor, np.random.Generator | None], Tensor]
+Generators: TypeAlias = Callable[[], Sequence[np.random.Generator]]
+"""Makes one generator per worker. A function, because many take longer than small samples."""
+
+Transform: TypeAlias = Callable[[Tensor, Generators | None], Tensor]
 
 
-def as_they_are(inputs: Tensor, generator: np.random.Generator | None) -> Tensor:
+def as_they_are(inputs: Tensor, generators: Generators | None) -> Tensor:
     """The identity, for samples that a model takes as they are stored."""
     return inputs
 
@@ -169,7 +172,8 @@ class Workload:
     """Mean over a batch, of outputs and targets."""
 
     transform: Transform = as_they_are
-    """From stored samples to model inputs; with a generator, augmented for training."""
+    """From stored samples to model inputs. With generators, [workers, batch, ...] for training, of
+    which each worker's are augmented by its own; without, [batch, ...] for evaluation."""
 
     metric_name: str
     higher_is_better: bool = True
