@@ -26,11 +26,9 @@ from gossamer.bench.analysis.statistics import interval
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SCRIPTS = {
     "ddp_adamw": ["nanogpt_ddp.py"],
-    "adamw_awc": ["nanogpt_gossip.py", "--window=1"],  # a window of one step is AdamW
-    "accum_awc": ["nanogpt_gossip.py"],
-    "accum_atc": ["nanogpt_gossip.py", "--algorithm=atc"],
-    "accum_awc_n": ["nanogpt_gossip.py", "--window={workers}"],
-    "accum_atc_n": ["nanogpt_gossip.py", "--window={workers}", "--algorithm=atc"],
+    "adamw_awc": ["nanogpt_gossip.py", "--smoothing=0"],  # without smoothing it is AdamW
+    "smooth_awc": ["nanogpt_gossip.py"],
+    "smooth_atc": ["nanogpt_gossip.py", "--algorithm=atc"],
 }
 
 
@@ -61,7 +59,7 @@ def main(
     eval_iters: int = 20,
 ) -> None:
     """Train every method at every rate and seed."""
-    names = ["ddp_adamw", *(name for name in methods or [*SCRIPTS][:4] if name != "ddp_adamw")]
+    names = ["ddp_adamw", *(name for name in methods or SCRIPTS if name != "ddp_adamw")]
     found: dict[tuple[str, str], list[float]] = {}
     for seed in seeds.split(","):
         for name in names:
@@ -71,8 +69,7 @@ def main(
                 settings += [f"--batch_size={batch_size}", f"--eval_iters={eval_iters}"]
                 settings += [f"--gradient_accumulation_steps={accumulation * workers}"]
                 start = time.perf_counter()
-                script = [part.format(workers=workers) for part in SCRIPTS[name]]
-                loss = run([*script, *settings], workers)
+                loss = run([*SCRIPTS[name], *settings], workers)
                 found.setdefault((name, rate), []).append(loss)
                 told = {"method": name, "seed": int(seed), "lr": float(rate), "loss": loss}
                 told |= {"seconds": round(time.perf_counter() - start, 1)}

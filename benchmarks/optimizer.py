@@ -1,4 +1,6 @@
-"""The cost of a step of AccumAdamW relative to torch's AdamW: `python -m benchmarks.optimizer`.
+"""The cost of a step of AccumAdamW and SmoothAdamW relative to torch's AdamW.
+
+    python -m benchmarks.optimizer
 
 CPU time per step, interleaved over several rounds, so that other jobs affect all alike; medians,
 and their ratio to torch's fused kernel. Two sets of parameters: a few large
@@ -18,7 +20,7 @@ import typer
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from gossamer.optim import AccumAdamW
+from gossamer.optim import AccumAdamW, SmoothAdamW
 from gossamer.workloads.models.transformer import GPT
 
 COMPETITORS: dict[str, Callable[[list[nn.Parameter], int], Optimizer]] = {
@@ -27,6 +29,7 @@ COMPETITORS: dict[str, Callable[[list[nn.Parameter], int], Optimizer]] = {
     "AdamW": lambda p, window: AdamW(p),
     "AccumAdamW, window 1": lambda p, window: AccumAdamW(p, window=1),
     "AccumAdamW": lambda p, window: AccumAdamW(p, window=window),
+    "SmoothAdamW": lambda p, window: SmoothAdamW(p, smoothing=0.6),
 }
 
 

@@ -25,7 +25,7 @@ batch_size, block_size, n_embd, n_layer, n_head = 4, 64, 64, 2, 4
 learning_rate, min_lr, warmup_iters, max_iters = 3e-3, 3e-4, 20, 400
 beta1, beta2, weight_decay, grad_clip = 0.9, 0.99, 0.1, 1.0
 backend, compile, seed = "gloo", False, 0
-topology, algorithm, window = "one_peer_exponential", "awc", "auto"
+topology, algorithm, smoothing = "one_peer_exponential", "awc", "auto"
 for argument in sys.argv[1:]:  # such as --max_iters=100
     name, _, value = argument.removeprefix("--").partition("=")
     assert name in globals(), f"there is no setting {name}"
@@ -65,7 +65,7 @@ groups = [
     {"params": others, "weight_decay": 0.0},
 ]
 optimizer = torch.optim.AdamW(groups, lr=learning_rate, betas=(beta1, beta2))
-optimizer = gossamer.optim.AccumAdamW.like(optimizer, window=window)
+optimizer = gossamer.optim.SmoothAdamW.like(optimizer, smoothing=smoothing)
 if compile:
     model.compile()
 gossip = gossamer.decentralize(model, optimizer, topology, algorithm=algorithm)

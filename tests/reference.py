@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer, RMSprop
 
-from gossamer.optim import AccumAdamW, tell_num_workers
+from gossamer.optim import AccumAdamW, SmoothAdamW, tell_num_workers
 from gossamer.topology import Round, Schedule
 
 MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -23,6 +23,7 @@ ALL_OPTIMIZERS: dict[str, MakeOptimizer] = {
     "sgd_nesterov": lambda p: SGD(p, lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3),
     "adamw": lambda p: AdamW(p, lr=0.01, weight_decay=0.1),
     "accum_adamw": lambda p: AccumAdamW(p, lr=0.01, weight_decay=0.1),
+    "smooth_adamw": lambda p: SmoothAdamW(p, lr=0.01, weight_decay=0.1),
     "rmsprop": lambda p: RMSprop(p, lr=0.005),
 }
 ORDERS = ("awc", "atc")
@@ -34,7 +35,7 @@ ALGORITHM_CASES: dict[str, tuple[list[str], list[str]]] = {
             *("ring", "torus", "exponential", "one_peer_exponential", "one_peer_ring", "complete"),
             *("random_matching", "base_graph(k=1)", "star", "aer(workers_per_node=4)"),
         ],
-        ["sgd", "sgd_nesterov", "adamw", "accum_adamw", "rmsprop"],
+        ["sgd", "sgd_nesterov", "adamw", "accum_adamw", "smooth_adamw", "rmsprop"],
     ),
     "exact_diffusion": (["ring", "torus", "hypercube", "star"], ["sgd_nesterov"]),
     "d2": (["lattice(k=4)", "complete", "star(weights=metropolis)"], ["sgd"]),

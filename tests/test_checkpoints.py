@@ -85,7 +85,7 @@ def equal(left: list[Tensor], right: list[Tensor]) -> bool:
 # - Continuing
 
 
-@pytest.mark.parametrize("optimizer", ["sgd_nesterov", "adamw", "accum_adamw"])
+@pytest.mark.parametrize("optimizer", ["sgd_nesterov", "adamw", "accum_adamw", "smooth_adamw"])
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(
     ("num_ranks", "topology"),

@@ -22,14 +22,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.optim import LBFGS, SGD, AdamW
+from torch.optim import LBFGS, SGD, Adam, AdamW
 
 from gossamer.errors import UserError
 from gossamer.gossip import ExchangeError, Gossip, decentralize
 from gossamer.gossip.failures import FailureDetector
 from gossamer.gossip.network import Network
 from gossamer.gossip.notices import NoticeBoard
-from gossamer.optim import AccumAdamW
+from gossamer.optim import AccumAdamW, SmoothAdamW
 from gossamer.topology import Schedule, from_matrix, parse, ring, static
 from tests import reference
 from tests.ranks import run_ranks
@@ -780,19 +780,34 @@ def test_without_a_process_group_the_error_says_how_to_get_one(
         decentralize(model, sgd(model), "ring")
 
 
-@pytest.mark.parametrize(("kind", "num_lines"), [(AdamW, 1), (AccumAdamW, 0), (SGD, 0)])
-def test_plain_adam_is_told_what_it_loses(
-    kind: Any, num_lines: int, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("kind", "workers", "algorithm", "advice"),
+    [
+        (AdamW, 4, "awc", "gossamer.optim.SmoothAdamW.like(optimizer)"),
+        (Adam, 4, "atc", "gossamer.optim.SmoothAdam.like(optimizer)"),
+        (Adam, 2, "atc", ""),
+        (AccumAdamW, 4, "awc", "AccumAdamW learns less per step where the exchange is overlapped"),
+        (partial(AccumAdamW, window=3), 2, "awc", "AccumAdamW learns less per step where"),
+        (partial(AccumAdamW, window=1), 4, "awc", ""),
+        (AccumAdamW, 4, "atc", ""),
+        (SmoothAdamW, 4, "awc", ""),
+        (SGD, 4, "awc", ""),
+    ],
+)
+def test_adam_is_told_what_it_loses(
+    kind: Any, workers: int, algorithm: str, advice: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One rank logs the alternative to Adam once; nothing is logged for other optimizers."""
+    """One rank logs once what to do; nothing is logged for what loses nothing."""
 
     def body(group: ProcessGroup) -> None:
         model = make_model()
-        decentralize(model, kind(model.parameters(), lr=0.1), process_group=group).close()
+        optimizer = kind(model.parameters(), lr=0.1)
+        decentralize(model, optimizer, process_group=group, algorithm=algorithm).close()
 
     with caplog.at_level(logging.INFO):
-        run_ranks(4, body)
-    assert caplog.text.count("gossamer.optim.AccumAdamW.like(optimizer)") == num_lines
+        run_ranks(workers, body)
+    assert caplog.text.count("docs/adam.md") == bool(advice)
+    assert advice in caplog.text
 
 
 def test_what_a_rank_opens_follows_from_its_neighbours() -> None:

@@ -39,6 +39,7 @@ PARITY = [
 ]
 ALGORITHMS = [
     Run("awc", "accum_adamw", "one_peer_exponential"),
+    Run("awc", "smooth_adamw", "one_peer_exponential"),
     Run("gradient_tracking", "adamw"),
     Run("exact_diffusion", "sgd"),
     Run("push_sum", "sgd"),

@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,8 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.errors import UserError
-from gossamer.optim import AccumAdam, AccumAdamW, DiLoCo, tell_num_workers, window_update
-from gossamer.optim.accum_adam import auto_window
+from gossamer.optim import (
+    AccumAdam,
+    AccumAdamW,
+    DiLoCo,
+    SmoothAdam,
+    SmoothAdamW,
+    auto_smoothing,
+    auto_window,
+    blocks,
+    tell_num_workers,
+)
+from gossamer.optim.smooth_adam import SmoothUpdate, update_
+from gossamer.optim.smooth_adam import update_by_lists_ as update_by_lists_smoothly_
 from gossamer.optim.window_update import Blocks, Tensors, WindowUpdate, update_by_lists_
 
 
@@ -37,15 +49,29 @@ def run(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps: ran
         optimizer.step()
 
 
+# Optimizers for workers' own gradients, with a setting that makes them differ from Adam.
+LOCAL: dict[str, Any] = {
+    "accum": partial(AccumAdamW, window=4),
+    "smooth": partial(SmoothAdamW, smoothing=0.6),
+}
+both = pytest.mark.parametrize("make", LOCAL.values(), ids=LOCAL)
+
+
 @pytest.mark.parametrize(
-    ("ours", "theirs"), [(AccumAdam, torch.optim.Adam), (AccumAdamW, torch.optim.AdamW)]
+    ("ours", "theirs"),
+    [
+        (partial(AccumAdam, window=1), torch.optim.Adam),
+        (partial(AccumAdamW, window=1), torch.optim.AdamW),
+        (partial(SmoothAdam, smoothing=0.0), torch.optim.Adam),
+        (partial(SmoothAdamW, smoothing=0.0), torch.optim.AdamW),
+    ],
 )
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
-def test_a_window_of_one_is_adam(ours: Any, theirs: Any, weight_decay: float) -> None:
-    """A window of 1 equals torch's Adam and AdamW to rounding error over fifty steps."""
+def test_for_one_worker_it_is_adam(ours: Any, theirs: Any, weight_decay: float) -> None:
+    """A window of 1, and no smoothing, are torch's Adam and AdamW to rounding over fifty steps."""
     settings = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": weight_decay}
     mine, reference = parameters(), parameters()
-    run(ours(mine, window=1, **settings), mine, range(50))
+    run(ours(mine, **settings), mine, range(50))
     run(theirs(reference, **settings), reference, range(50))
     for a, b in zip(mine, reference, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
@@ -53,7 +79,9 @@ def test_a_window_of_one_is_adam(ours: Any, theirs: Any, weight_decay: float) ->
 
 def test_defaults_are_those_of_torch() -> None:
     """Someone who swaps the class name gets the same settings."""
-    for ours, theirs in ((AccumAdam, torch.optim.Adam), (AccumAdamW, torch.optim.AdamW)):
+    adam, adamw = torch.optim.Adam, torch.optim.AdamW
+    pairs = ((AccumAdam, adam), (AccumAdamW, adamw), (SmoothAdam, adam), (SmoothAdamW, adamw))
+    for ours, theirs in pairs:
         mine, reference = ours(parameters()).defaults, theirs(parameters()).defaults
         for name in ("lr", "betas", "eps", "weight_decay"):
             assert mine[name] == reference[name]
@@ -94,35 +122,78 @@ def test_the_update_is_the_papers(window: int, decoupled: bool, betas_per: Any) 
         torch.testing.assert_close(param.detach(), x, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("smoothing", [0.3, 0.9])
+def test_the_second_moment_is_of_smoothed_gradients(smoothing: float, decoupled: bool) -> None:
+    """The recursion of SmoothAdam for one vector; the first moment is Adam's."""
+    lr, beta1, beta2, eps, decay = 0.02, 0.9, 0.99, 1e-8, 0.05
+    (param,) = parameters(1)
+    x = param.detach().clone()
+    m = s = v = torch.zeros_like(x)
+    kind = SmoothAdamW if decoupled else SmoothAdam
+    optimizer = kind([param], lr, (beta1, beta2), eps, decay, smoothing=smoothing)
+    for t in range(1, 31):
+        g = gradient(x, t)
+        param.grad = gradient(param, t)
+        optimizer.step()
+
+        if decoupled:
+            x = x * (1 - lr * decay)
+        else:
+            g = g + decay * x
+        m = beta1 * m + (1 - beta1) * g
+        s = smoothing * s + (1 - smoothing) * g
+        v = beta2 * v + (1 - beta2) * (s / (1 - smoothing**t)) ** 2
+        v = torch.maximum(v, (1 - beta2) * g**2)
+        m_hat, v_hat = m / (1 - beta1**t), v / (1 - beta2**t)
+        x = x - lr * m_hat / (v_hat.sqrt() + eps)
+        torch.testing.assert_close(param.detach(), x, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("num_workers", [1, 4, 16])
+def test_smoothing_divides_noise_by_the_number_of_workers(num_workers: int) -> None:
+    """The second moment of independent gradients is an nth of their square, as of their mean."""
+    param = nn.Parameter(torch.zeros(100, dtype=torch.float64))
+    optimizer = SmoothAdam([param], lr=0.0)
+    tell_num_workers(optimizer, num_workers)
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(4000):
+        param.grad = torch.randn(100, generator=generator, dtype=torch.float64)
+        optimizer.step()
+    assert optimizer.state[param]["exp_avg_sq"].mean() == pytest.approx(1 / num_workers, rel=0.1)
+
+
+@both
 @pytest.mark.parametrize("stop", [4, 5, 7])
-def test_a_checkpoint_in_the_middle_of_a_window_continues_exactly(stop: int) -> None:
-    """state_dict holds the open window too: the run continues bit for bit."""
+def test_a_checkpoint_continues_exactly(make: Any, stop: int) -> None:
+    """In the middle of a window, too: the run continues bit for bit."""
     whole = parameters()
-    run(AccumAdamW(whole, window=4), whole, range(12))
+    run(make(whole), whole, range(12))
 
     first = parameters()
-    optimizer = AccumAdamW(first, window=4)
+    optimizer = make(first)
     run(optimizer, first, range(stop))
     saved = copy.deepcopy(optimizer.state_dict())
     second = [nn.Parameter(p.detach().clone()) for p in first]
-    resumed = AccumAdamW(second, window=4)
+    resumed = make(second)
     resumed.load_state_dict(saved)
     run(resumed, second, range(stop, 12))
     assert all(torch.equal(a, b) for a, b in zip(whole, second, strict=True))
 
 
-def test_a_parameter_that_misses_a_gradient_counts_its_own_steps() -> None:
+@both
+def test_a_parameter_that_misses_a_gradient_counts_its_own_steps(make: Any) -> None:
     """Its window and bias correction follow its own gradients, as if it were alone."""
-    both, alone = parameters(2), parameters(2)
-    optimizer, reference = AccumAdam(both, window=3), AccumAdam(alone[1:], window=3)
+    together, alone = parameters(2), parameters(2)
+    optimizer, reference = make(together), make(alone[1:])
     for step in range(9):
-        both[0].grad = gradient(both[0], step)
-        both[1].grad = gradient(both[1], step) if step % 2 else None
+        together[0].grad = gradient(together[0], step)
+        together[1].grad = gradient(together[1], step) if step % 2 else None
         optimizer.step()
         if step % 2:
             alone[1].grad = gradient(alone[1], step)
             reference.step()
-    assert torch.equal(both[1], alone[1])
+    assert torch.equal(together[1], alone[1])
 
 
 def test_groups_have_settings_of_their_own() -> None:
@@ -136,12 +207,13 @@ def test_groups_have_settings_of_their_own() -> None:
     assert [group["window"] for group in optimizer.param_groups] == [1, 4]
 
 
-def test_stacked_workers_are_updated_as_single_ones() -> None:
+@both
+def test_stacked_workers_are_updated_as_single_ones(make: Any) -> None:
     """Elementwise: one [W, N] tensor is updated as W tensors of [N] are."""
     generator = torch.Generator().manual_seed(3)
     stacked = nn.Parameter(torch.randn(5, 6, generator=generator, dtype=torch.float64))
     single = [nn.Parameter(row.clone()) for row in stacked.detach()]
-    optimizers = [AccumAdamW([stacked], window=2), AccumAdamW(single, window=2)]
+    optimizers = [make([stacked]), make(single)]
     for step in range(5):
         grad = gradient(stacked, step)
         stacked.grad = grad
@@ -164,12 +236,17 @@ def test_stacked_workers_are_updated_as_single_ones() -> None:
         ({"betas_per": "epoch"}, 'betas_per must be "step" or "window", got epoch'),
         ({"window": 2.5}, "window must be an integer .* got 2.5"),
         ({"betas": (0.9, 0.9, 0.9)}, "betas must be two numbers"),
+        ({"smoothing": 1.0}, r'smoothing must be a number in \[0, 1\), .* or "auto", got 1.0'),
+        ({"smoothing": True}, "smoothing must be a number .* got True"),
+        ({"smoothing": "half"}, "smoothing must be a number .* got half"),
+        ({"smoothing": 0.5, "lr": -1}, "lr must be a number >= 0, .* got -1"),
     ],
 )
 def test_bad_settings_are_refused(settings: dict[str, Any], words: str) -> None:
     """They raise at construction, with the required and the given value."""
+    kind = SmoothAdam if "smoothing" in settings else AccumAdam
     with pytest.raises(UserError, match=words):
-        AccumAdam(parameters(), **settings)
+        kind(parameters(), **settings)
 
 
 def twins(params: list[nn.Parameter]) -> list[nn.Parameter]:
@@ -204,6 +281,21 @@ def test_a_run_of_adamw_can_be_continued(num_steps: int) -> None:
             assert all(not ours.state[p]["window_mean"].any() for p in mine)
 
 
+def test_smoothing_starts_at_the_first_moment_of_a_run_of_adamw() -> None:
+    """Which is an average of the same gradients; bias corrections then count steps as AdamW did."""
+    params = parameters(1)
+    adamw = torch.optim.AdamW(params, lr=0.01)
+    run(adamw, params, range(5))
+    exp_avg = adamw.state[params[0]]["exp_avg"].clone()
+    g = gradient(params[0], 5)
+    ours = SmoothAdamW.like(adamw, smoothing=0.6)
+    run(ours, params, range(5, 6))
+    unbiased = exp_avg / (1 - 0.9**5)
+    expected = 0.6 * unbiased * (1 - 0.6**5) + 0.4 * g
+    torch.testing.assert_close(ours.state[params[0]]["smoothed_grad"], expected)
+    assert ours.state[params[0]]["step"] == 6
+
+
 def test_states_of_before_have_betas_per_window() -> None:
     """An old state, without ``betas_per``, continues per window."""
     whole = parameters()
@@ -230,13 +322,22 @@ def test_auto_is_half_the_workers_and_bounded() -> None:
     assert [auto_window(n) for n in (1, 2, 3, 4, 8, 9, 16, 32, 1008)] == [1, 1, 1, 2, 4, 4, 8, 8, 8]
 
 
-def test_auto_must_be_settled_before_a_step() -> None:
-    """Without an engine the first step raises, and names what to call."""
+def test_auto_smoothing_is_that_of_a_mean_of_as_many_and_bounded() -> None:
+    """(n − 1)/(n + 1): none for one worker, and never more than for 19."""
+    assert [auto_smoothing(n) for n in (1, 3, 7, 19, 1008)] == [0.0, 0.5, 0.75, 0.9, 0.9]
+
+
+@pytest.mark.parametrize(
+    ("make", "number"), [(AccumAdamW, "window=4"), (SmoothAdamW, "smoothing=0.8")]
+)
+def test_auto_must_be_settled_before_a_step(make: Any, number: str) -> None:
+    """Without an engine the first step raises, and names what to call, or to pass."""
     (param,) = parameters(1)
     param.grad = gradient(param, 0)
     before = param.detach().clone()
-    with pytest.raises(UserError, match=r"number of workers before .* got none.*decentralize\(\)"):
-        AccumAdamW([param]).step()
+    words = rf"number of workers before .* got none.*decentralize\(\).* such as {number}$"
+    with pytest.raises(UserError, match=words):
+        make([param]).step()
     assert torch.equal(param, before)
 
 
@@ -302,6 +403,31 @@ def test_a_second_moment_of_few_windows_is_warned_of(
         tell_num_workers(AccumAdamW(parameters(), betas=(0.9, proposed), **settings), 8)
 
 
+@pytest.mark.parametrize(
+    ("beta2", "smoothing", "warns"),
+    [
+        (0.99, 0.9, False),
+        (0.95, 7 / 9, True),
+        (0.95, 0.0, False),
+        (0.95, "auto", True),
+        (0.99, 0.9916, True),
+    ],
+)
+def test_a_second_moment_of_few_squares_is_warned_of(
+    beta2: float, smoothing: Any, warns: bool
+) -> None:
+    """As soon as the smoothing is known; the proposed beta does not warn."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer = SmoothAdamW(parameters(), betas=(0.9, beta2), smoothing=smoothing)
+        tell_num_workers(optimizer, 8)
+    assert len(caught) == warns
+    if warns:
+        proposed = float(str(caught[0].message).split(">= ")[1])
+        again = SmoothAdamW(parameters(), betas=(0.9, proposed), smoothing=smoothing)
+        tell_num_workers(again, 8)
+
+
 # - In place of torch's
 
 
@@ -311,19 +437,54 @@ def adamw_of_two_groups(params: list[nn.Parameter], **settings: Any) -> torch.op
 
 
 @pytest.mark.parametrize("num_steps", [0, 4])
-def test_like_takes_over_groups_and_state(num_steps: int) -> None:
-    """With a window of 1 it continues as the original AdamW, group by group."""
+@pytest.mark.parametrize(
+    "like",
+    [partial(AccumAdamW.like, window=1), partial(SmoothAdamW.like, smoothing=0.0)],
+    ids=["accum", "smooth"],
+)
+def test_like_takes_over_groups_and_state(like: Any, num_steps: int) -> None:
+    """As for one worker, it continues as the original AdamW, group by group."""
     params, reference = parameters(), parameters()
     adamw, theirs = adamw_of_two_groups(params), adamw_of_two_groups(reference)
     run(adamw, params, range(num_steps))
-    ours = AccumAdamW.like(adamw, window=1)
+    ours = like(adamw)
     run(ours, params, range(num_steps, 9))
     run(theirs, reference, range(9))
     for a, b in zip(params, reference, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
     first, second = ours.param_groups
     assert (first["name"], first["betas"], first["weight_decay"]) == ("first", (0.8, 0.98), 0.2)
-    assert (second["lr"], second["betas"], second["betas_per"]) == (0.02, (0.9, 0.999), "step")
+    assert (second["lr"], second["betas"]) == (0.02, (0.9, 0.999))
+
+
+def test_a_state_of_another_optimizer_is_refused() -> None:
+    """A window is no smoothing, and SGD has no betas; the error names whose the state is."""
+    params = parameters(1)
+    accum, smooth = AccumAdamW(params, window=4), SmoothAdamW(params, smoothing=0.5)
+    with pytest.raises(UserError, match=r"window is a setting of AccumAdam, .* use AccumAdamW"):
+        smooth.load_state_dict(accum.state_dict())
+    with pytest.raises(UserError, match="smoothing is a setting of SmoothAdam"):
+        accum.load_state_dict(smooth.state_dict())
+    with pytest.raises(UserError, match="window is a setting of AccumAdam"):
+        smooth.add_param_group({"params": parameters(1), "window": 4})
+    with pytest.raises(UserError, match="torch's Adam, got one whose groups have no betas, eps"):
+        smooth.load_state_dict(torch.optim.SGD(params, lr=0.1).state_dict())
+
+
+def test_a_state_of_adamw_is_smoothed_from_its_next_step() -> None:
+    """It loads, keeps our smoothing, and continues as ``like`` does."""
+    params = parameters()
+    adamw = torch.optim.AdamW(params, lr=0.01)
+    run(adamw, params, range(5))
+    mine, reference = twins(params), twins(params)
+    ours = SmoothAdamW(mine, lr=0.5, smoothing=0.6)
+    ours.load_state_dict(copy.deepcopy(adamw.state_dict()))
+    theirs = torch.optim.AdamW(reference, lr=0.01)
+    theirs.load_state_dict(copy.deepcopy(adamw.state_dict()))
+    like = SmoothAdamW.like(theirs, smoothing=0.6)
+    run(ours, mine, range(5, 9))
+    run(like, reference, range(5, 9))
+    assert all(torch.equal(a, b) for a, b in zip(mine, reference, strict=True))
 
 
 def test_groups_of_adamw_mean_the_same() -> None:
@@ -336,6 +497,7 @@ def test_groups_of_adamw_mean_the_same() -> None:
     run(expected, reference, range(9))
     assert all(torch.equal(a, b) for a, b in zip(params, reference, strict=True))
     assert "window" not in adamw.param_groups[0]
+    assert ours.param_groups[0]["betas_per"] == "step"
 
 
 @pytest.mark.parametrize(
@@ -383,11 +545,11 @@ def test_a_step_that_is_refused_moves_nothing() -> None:
     assert torch.equal(first, torch.ones(3))
 
 
-@pytest.mark.parametrize("window", [1, 4])
-def test_a_compiled_step_is_the_same(window: int) -> None:
+@pytest.mark.parametrize("make", [partial(AccumAdamW, window=1), *LOCAL.values()])
+def test_a_compiled_step_is_the_same(make: Any) -> None:
     """If a user compiles ``optimizer.step``, the update runs outside of the traced graph."""
     plain, compiled = (nn.Parameter(torch.ones(3)) for _ in range(2))
-    optimizers = [AccumAdamW([p], window=window) for p in (plain, compiled)]
+    optimizers = [make([p]) for p in (plain, compiled)]
     steps = [optimizers[0].step, torch.compile(optimizers[1].step, backend="aot_eager")]
     for number in range(5):
         for parameter, step in zip((plain, compiled), steps, strict=True):
@@ -396,12 +558,15 @@ def test_a_compiled_step_is_the_same(window: int) -> None:
     assert torch.equal(plain, compiled)
 
 
-def test_memory_is_adams_for_a_window_of_one() -> None:
-    """The mean gradient of a window is allocated only if the window is longer than a step."""
-    params = parameters()
-    optimizer = AccumAdam(params, window=1)
-    run(optimizer, params, range(2))
-    assert all("window_mean" not in optimizer.state[p] for p in params)
+def test_memory_is_adams_for_one_worker() -> None:
+    """A third tensor is allocated only for a window longer than a step, or with smoothing."""
+    for make in (AccumAdam, SmoothAdam):
+        params = parameters()
+        optimizer = make(params)
+        tell_num_workers(optimizer, 1)
+        run(optimizer, params, range(2))
+        for parameter in params:
+            assert set(optimizer.state[parameter]) == {"step", "exp_avg", "exp_avg_sq"}
 
 
 @pytest.mark.parametrize("kind", ["sparse", "complex"])
@@ -437,7 +602,7 @@ def test_blocks_are_the_update_as_it_is_written(
 
     In 16 bits the reference rounds after every operation, by about a last place per step.
     """
-    monkeypatch.setattr(window_update, "_BLOCK_BYTES", 64 * dtype.itemsize)
+    monkeypatch.setattr(blocks, "_BLOCK_BYTES", 64 * dtype.itemsize)
     generator = torch.Generator().manual_seed(1)
 
     def random() -> list[Tensor]:
@@ -447,19 +612,88 @@ def test_blocks_are_the_update_as_it_is_written(
     tensors = Tensors(random(), random(), random(), [t.square() + 0.5 for t in random()])
     if window > 1:
         tensors = tensors._replace(window_means=random())
-    expected, blocks = copied(tensors), Blocks()
+    expected, in_blocks = copied(tensors), Blocks()
     for step in range(4, 11):
         update = WindowUpdate(step, window, 0.02, (0.8, 0.97), 1e-6, 0.1, decoupled)
-        blocks.update_(tensors, update)
+        in_blocks.update_(tensors, update)
         update_by_lists_(expected, update)
         torch.testing.assert_close([*tensors], [*expected], rtol=close, atol=close)
 
 
-def test_parameters_of_several_types_step_together() -> None:
+@pytest.mark.parametrize("weight_decay", [0.0, 0.1])
+@pytest.mark.parametrize("decoupled", [False, True])
+@pytest.mark.parametrize("betas", [(0.8, 0.97), (0.0, 0.0)])
+@pytest.mark.parametrize("lr", [0.02, 0.0])
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 1e-11), (torch.float32, 2e-6)])
+def test_smoothing_in_blocks_is_the_update_as_it_is_written(
+    weight_decay: float,
+    decoupled: bool,
+    betas: tuple[float, float],
+    lr: float,
+    dtype: torch.dtype,
+    close: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For tensors that share a block, fill one, or are split, at the first step and late ones, and
+    for gradients that are tiny or 0.
+    """
+    monkeypatch.setattr(blocks, "_BLOCK_BYTES", 64 * dtype.itemsize)
+    generator = torch.Generator().manual_seed(1)
+
+    def random(scale: float = 1.0) -> list[Tensor]:
+        return [scale * torch.randn(s, generator=generator, dtype=dtype) for s in SHAPES]
+
+    grads = random(1e-12)[:2] + [torch.zeros(s, dtype=dtype) for s in SHAPES[2:4]] + random()[4:]
+    tensors = [random(), grads, *([torch.zeros(s, dtype=dtype) for s in SHAPES] for _ in range(3))]
+    expected = [[tensor.clone() for tensor in of_kind] for of_kind in tensors]
+    for step in (1, 2, 10_000):
+        update = SmoothUpdate(step, lr, betas, 0.6, 1e-8, weight_decay, decoupled)
+        update_(tensors, update)
+        update_by_lists_smoothly_(expected, update)
+        torch.testing.assert_close(tensors, expected, rtol=close, atol=close)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", [SmoothAdam, SmoothAdamW])
+def test_steps_of_16_bits_are_computed_in_32(kind: Any, dtype: torch.dtype) -> None:
+    """ε is 0 in 16 bits and a gradient may be 0, too: a step is that of 32 bits, rounded once."""
+    generator = torch.Generator().manual_seed(1)
+    start = torch.randn(40, generator=generator).to(dtype)
+    start[20:] = 0
+    narrow, wide = nn.Parameter(start.clone()), nn.Parameter(start.float())
+    optimizers = [kind([p], lr=0.01, weight_decay=0.1, smoothing=0.8) for p in (narrow, wide)]
+    for _ in range(20):
+        grad = (torch.rand(40, generator=generator) > 0.5).to(dtype)
+        narrow.grad, wide.grad = grad, grad.float()
+        for optimizer in optimizers:
+            optimizer.step()
+    torch.testing.assert_close(narrow.float(), wide.detach(), rtol=0.05, atol=0.02)
+
+
+def test_a_rare_large_gradient_moves_no_further_than_with_adam() -> None:
+    """Smoothing alone would follow it less than the first moment does: 1/(1 − a) times the step."""
+    spikes = [0.001, *[0.0] * 400, 1000.0, *[0.0] * 40]
+    largest = {}
+    for make in (partial(SmoothAdam, smoothing=0.9), torch.optim.Adam):
+        (param,) = params = [nn.Parameter(torch.zeros(1, dtype=torch.float64))]
+        optimizer = make(params, lr=1.0, betas=(0.9, 0.99))
+        moves = []
+        for spike in spikes:
+            before = param.item()
+            param.grad = torch.full_like(param, spike)
+            optimizer.step()
+            moves.append(abs(param.item() - before))
+        largest[make] = max(moves[1:])
+    ours, adams = largest.values()
+    assert ours == pytest.approx(adams, rel=0.05)
+
+
+@both
+def test_parameters_of_several_types_step_together(make: Any) -> None:
     """In one group: each dtype is updated as if it were alone."""
     mixed = [nn.Parameter(torch.ones(5, dtype=d)) for d in (torch.float64, torch.float32)]
     alone = twins(mixed)
-    optimizers = [AccumAdamW(mixed, window=2), *(AccumAdamW([p], window=2) for p in alone)]
+    optimizers = [make(mixed), *(make([p]) for p in alone)]
     for step in range(5):
         for pair in zip(mixed, alone, strict=True):
             for parameter in pair:
@@ -469,10 +703,11 @@ def test_parameters_of_several_types_step_together() -> None:
     assert all(torch.equal(a, b) for a, b in zip(mixed, alone, strict=True))
 
 
-def test_a_rate_may_be_a_tensor_and_an_optimizer_be_copied() -> None:
+@both
+def test_a_rate_may_be_a_tensor_and_an_optimizer_be_copied(make: Any) -> None:
     """A deep copy, or one that was pickled, continues equally."""
     params = parameters()
-    optimizer = AccumAdamW(params, lr=torch.tensor(0.01, dtype=torch.float64), window=2)
+    optimizer = make(params, lr=torch.tensor(0.01, dtype=torch.float64))
     run(optimizer, params, range(3))
     copies = copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))
     run(optimizer, params, range(3, 6))

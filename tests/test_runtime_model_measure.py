@@ -198,3 +198,6 @@ def test_the_score_counts_errors_ranks_and_advice() -> None:
     assert result.worst_error == pytest.approx(0.55)
     assert result.ranked_right == 0
     assert result.worst_advice == pytest.approx(100 / 98 - 1)
+    # The plan is of overlapped methods.
+    waiting = point("gossamer(ring, atc)", 50, 60)
+    assert score([*points, waiting]).worst_advice == result.worst_advice

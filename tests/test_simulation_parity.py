@@ -28,7 +28,7 @@ from tests.tasks import ALL_TASKS, Task
 
 NUM_WORKERS = 8
 NUM_STEPS = 10
-OPTIMIZERS = ("sgd_nesterov", "adamw", "accum_adamw")
+OPTIMIZERS = ("sgd_nesterov", "adamw", "accum_adamw", "smooth_adamw")
 
 # Every model with every optimizer, on the topologies in turn.
 PAIRS = list(product(ALL_TASKS, OPTIMIZERS))

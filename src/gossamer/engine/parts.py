@@ -12,7 +12,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from gossamer.algorithms import ALGORITHM_REGISTRY, name_of
 from gossamer.consensus.catalogue import CONTROL_REGISTRY
 from gossamer.errors import UserError
-from gossamer.optim import AccumAdam, AccumAdamW
+from gossamer.optim import AccumAdam, AccumAdamW, SmoothAdam, SmoothAdamW
 from gossamer.registry import Registry, absolute
 from gossamer.registry.calls import Call
 from gossamer.topology.catalogue import TOPOLOGY_REGISTRY
@@ -25,6 +25,8 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "adamw": AdamW,
     "accum_adam": AccumAdam,
     "accum_adamw": AccumAdamW,
+    "smooth_adam": SmoothAdam,
+    "smooth_adamw": SmoothAdamW,
 }
 
 OPTIMIZER_VERSIONS = {"accum_adam": 2, "accum_adamw": 2}

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Adam, Optimizer
+from torch.optim import Optimizer
 
 from gossamer.algorithms import parse_algorithm
 from gossamer.consensus import Policy, Target, name_of
@@ -45,7 +45,8 @@ from gossamer.gossip.worker import Worker
 from gossamer.gossip.wrapper_watch import WrapperWatch
 from gossamer.nonfinite import check_limit
 from gossamer.normalization import rule_of
-from gossamer.optim import auto_window, tell_num_workers
+from gossamer.optim import tell_num_workers
+from gossamer.optim.advice import advice_on
 from gossamer.wire import Packing, parse_wire
 
 _log = logging.getLogger(__name__)
@@ -53,11 +54,6 @@ _log = logging.getLogger(__name__)
 _ONE_REPLICA = (
     "; ranks within a node hold one replica: wrap the model in DDP, which makes it the same on all "
     "of them, before decentralize()"
-)
-
-_ADVICE = (
-    "%s on each worker's own small batch learns less per step than on averaged gradients; "
-    "gossamer.optim.AccumAdam%s.like(optimizer) with algorithm='atc' makes up for it (docs/adam.md)"
 )
 
 
@@ -218,9 +214,9 @@ def decentralize(  # noqa: PLR0913 - one keyword per option
         replica = Replica(model, trained, rule, packing.bucket_mb, chosen, node)
         for each in optimizers:
             tell_num_workers(each, num_workers)
-            if isinstance(each, Adam) and board.rank == 0 and auto_window(num_workers) > 1:
-                decoupled = each.defaults.get("decoupled_weight_decay")
-                _log.info(_ADVICE, type(each).__name__, "W" if decoupled else "")
+            advice = advice_on(each, num_workers, overlaps=chosen.overlaps)
+            if advice and board.rank == 0:
+                _log.info(advice)
         # - Assemble the step, and register its hooks
         everywhere = model.named_parameters(remove_duplicate=False)  # tied ones under all names
         own = {*map(id, trained)}

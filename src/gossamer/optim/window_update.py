@@ -12,17 +12,14 @@ cache, torch's fused Adam steps on the copies, and the copies are discarded.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-_BLOCK_BYTES = 3 << 17
-"""Block size per tensor and thread: the two copies fit in a cache of 1 MB. Smaller blocks take more
-calls: with a third of it a step takes 1.5 times as long."""
+from gossamer.optim.blocks import block_size, by_dtype, cut, fused_
 
 _MOST_SHAPES = 1024
 """Bounds the cache of blocks' views, which would grow without limit where the set of parameters
@@ -101,9 +98,6 @@ def update_by_lists_(tensors: Tensors, update: WindowUpdate) -> None:
         torch._foreach_zero_(window_means)
 
 
-_PLAIN = (Tensor, nn.Parameter)
-
-
 @final
 class Blocks:
     """Takes the same step, up to rounding, block by block where torch's fused kernel can.
@@ -118,18 +112,9 @@ class Blocks:
     @torch._disable_dynamo  # as torch's own: a compiler cannot trace a kernel that writes in place
     def update_(self, tensors: Tensors, update: WindowUpdate) -> None:
         """Take a step."""
-        others: list[int] = []
-        fused: defaultdict[torch.dtype, list[int]] = defaultdict(list)
-        for place, each in enumerate(zip(*filter(None, tensors), strict=True)):
-            dtype = each[0].dtype
-            # Subclasses, such as DTensor, do not mix with the plain tensors of blocks.
-            fits = all(
-                type(t) in _PLAIN and t.is_cpu and t.dtype == dtype and t.is_contiguous()
-                for t in each
-            )
-            (fused[dtype] if fits else others).append(place)
-        count = torch.tensor(float(update.num_windows))
-        for places in fused.values():
+        fitting, others = by_dtype(tensors)
+        count = torch.tensor(float(update.num_windows))  # once for all blocks
+        for places in fitting.values():
             if update.window == 1:
                 _fused_(tensors.at(places), update, update.weight_decay, count)
             else:
@@ -139,9 +124,9 @@ class Blocks:
 
     def _update_transiently_(self, tensors: Tensors, update: WindowUpdate, count: Tensor) -> None:
         dtype = tensors.parameters[0].dtype
-        most = _BLOCK_BYTES // dtype.itemsize * torch.get_num_threads()
+        most = block_size(dtype)
         decoupled = update.weight_decay if update.decoupled else 0.0
-        for parameters, grads, exp_avgs, exp_avg_sqs, window_means in _cut(tensors, most):
+        for parameters, grads, exp_avgs, exp_avg_sqs, window_means in cut(tensors, most):
             copies = self._copies_of(parameters, dtype, most)
             if update.weight_decay and not update.decoupled:
                 torch._foreach_copy_(copies.grads, grads)
@@ -182,39 +167,15 @@ class _Copies(NamedTuple):
     """For gradients with the weights' decay."""
 
 
-def _cut(tensors: Tensors, most: int) -> Iterator[Tensors]:
-    """Yield all elements once, in blocks of at most ``most``: small tensors share, large split."""
-    start, num = 0, 0
-    sizes = [parameter.numel() for parameter in tensors.parameters]
-    for place, size in enumerate([*sizes, most + 1]):  # the last one ends the last block
-        if num + size > most and place > start:
-            yield Tensors(*(of_kind[start:place] for of_kind in tensors))
-            start, num = place, 0
-        if size > most and place < len(sizes):
-            flat = (of_kind[place].view(-1).split(most) for of_kind in tensors)
-            yield from (
-                Tensors(*([piece] for piece in pieces)) for pieces in zip(*flat, strict=True)
-            )
-            start = place + 1
-        else:
-            num += size
-
-
 def _fused_(tensors: Tensors, update: WindowUpdate, weight_decay: float, count: Tensor) -> None:
-    """Run torch's fused Adam on parameters and moments, with ``count`` as the step."""
-    kernel = torch._fused_adamw_ if update.decoupled else torch._fused_adam_
-    beta1, beta2 = update.betas
-    kernel(
+    fused_(
         *tensors[:4],
-        [],
-        [count] * len(tensors.parameters),
+        step=count,
         lr=update.lr,
-        beta1=beta1,
-        beta2=beta2,
-        weight_decay=weight_decay,
+        betas=update.betas,
         eps=update.eps,
-        amsgrad=False,
-        maximize=False,
+        weight_decay=weight_decay,
+        decoupled=update.decoupled,
     )
 
 

@@ -25,14 +25,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Adam, AdamW, Optimizer
+from torch.optim import Adam, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gossamer.engine.batches import Batches
 from gossamer.engine.spec import RunSpec
 from gossamer.errors import UserError
 from gossamer.gossip import Gossip, decentralize
-from gossamer.optim import AccumAdam, AccumAdamW
+from gossamer.optim.local_adam import LocalAdam
 from gossamer.runtime_model.links import measure_network
 from gossamer.runtime_model.presets import BUCKET_BYTES, FIRST_BUCKET_BYTES
 from gossamer.runtime_model.profile import (
@@ -114,7 +114,7 @@ def kind_of(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer]) -> str
         isinstance(module, nn.MultiheadAttention) or "Attention" in type(module).__name__
         for module in model.modules()
     )
-    by_adam = all(isinstance(each, Adam | AdamW | AccumAdam | AccumAdamW) for each in optimizers)
+    by_adam = all(isinstance(each, Adam | LocalAdam) for each in optimizers)
     return TRANSFORMER_ADAM if attends and by_adam else ""
 
 
