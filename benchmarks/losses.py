@@ -29,7 +29,13 @@ from gossamer.bench.analysis.statistics import interval
 from gossamer.engine import CENTRALIZED
 from gossamer.engine.parts import OPTIMIZER_REGISTRY
 from gossamer.errors import UserError
-from gossamer.runtime_model.losses import LONGER, MeasuredLoss, factor_of_steps, write_losses
+from gossamer.runtime_model.losses import (
+    ASSUMED_OPTIMIZERS,
+    LONGER,
+    MeasuredLoss,
+    factor_of_steps,
+    write_losses,
+)
 from gossamer.runtime_model.measure import kind_of
 from gossamer.workloads import find
 
@@ -96,7 +102,10 @@ def _why_not(run: Result) -> str:
         "not done": run.final is None,
         "judged by what is no loss": spec.workload_facts.higher_is_better,
         "by more than a topology and an algorithm": not plain,
-        "with a window that is not the default": "window" in spec.optimizer_options,
+        "of an optimizer that plans do not assume": (
+            spec.topology != CENTRALIZED and spec.optimizer not in ASSUMED_OPTIMIZERS
+        ),
+        "with a smoothing that is not the default": "smoothing" in spec.optimizer_options,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 

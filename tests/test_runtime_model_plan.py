@@ -115,6 +115,16 @@ def test_advice_names_the_wire_with_the_most_bits_that_is_as_fast() -> None:
     assert slow.wire_s == pytest.approx(slow.split.method_s, rel=0.05)
     assert fast.wire == "fp32"
     assert "wire" not in fast.reason
+    (in_full,) = make_plan(
+        transformer("1gbit"), [8], topologies=["one_peer_exponential"], wires=()
+    ).advice
+    assert in_full.wire == "fp32"
+
+
+def test_a_wire_that_does_not_exist_is_refused() -> None:
+    """Also where advice would never try it; one that cannot travel is only left out."""
+    with pytest.raises(UserError, match="bf61"):
+        make_plan(transformer("400gbit"), [8], wires=("bf16", "bf61"))
 
 
 def test_graphs_are_compared_with_the_wire_of_each() -> None:

@@ -20,16 +20,16 @@ import typer
 from benchmarks.cluster.report import times_of_rounds
 from benchmarks.cluster.run import console, environment, layout_of, measure, start
 from benchmarks.cluster.worker import WARMUP, Task
-from benchmarks.runtime_model.score import Point, score, table
+from benchmarks.runtime_model.score import NOT_OVERLAPPED, Point, score, table
 from benchmarks.runtime_model.worker import AER, FOLDER, PROFILE, STEPS, aer_of
 from gossamer.errors import UserError
-from gossamer.runtime_model import Plan, make_plan, read_profile
+from gossamer.runtime_model import Plan, Profile, make_plan, read_profile
 from gossamer.runtime_model.methods import DDP
 
 HETEROGENEOUS = "1gbit/300mbit"
 METHODS = (
     *("ddp", "gossamer(ring)", "gossamer(one_peer_exponential)"),
-    *("gossamer(aer)", "gossamer(complete)"),
+    *("gossamer(one_peer_exponential, atc)", "gossamer(aer)", "gossamer(complete)"),
 )
 
 
@@ -97,19 +97,23 @@ def _measure_setting(task: Task, hosts: int, network: str, json_file: Path | Non
         raise UserError("a prediction needs a profile, got none; what its hosts said is above")
     for profile in profiles:
         fields = profile.model_dump(mode="json")
-        _append(json_file, {"kind": "profile", "layout": network, **fields})
+        _append(json_file, {"kind": "profile", "layout": network, "profile": fields})
     aer = aer_of(layout.hosts_per_node)
     topology_of = {AER: aer} | {name: gossiping_on(name) for name in METHODS if name != AER}
-    topologies = [each for each in topology_of.values() if each]
-    plans = [make_plan(profile, [hosts], topologies=topologies) for profile in profiles]
-    plan = _middle(plans)
+    topologies = [*dict.fromkeys(each for each in topology_of.values() if each)]
+    plan, profile = _middle(
+        [(make_plan(each, [hosts], topologies=topologies, wires=()), each) for each in profiles]
+    )
+    waiting = make_plan(profile, [hosts], topologies=topologies, algorithm="atc", wires=())
     predicted = {row.method: row.prediction.mean_s for row in plan.rows}
+    predicted_atc = {row.method: row.prediction.mean_s for row in waiting.rows}
     points: list[Point] = []
     for row in rows:
         if row.method == PROFILE:
             continue
         times = times_of_rounds(samples, row.method, statistics.fmean)
         name = topology_of[row.method] or row.method
+        waits = NOT_OVERLAPPED in row.method
         points.append(
             Point(
                 hosts=hosts,
@@ -119,27 +123,29 @@ def _measure_setting(task: Task, hosts: int, network: str, json_file: Path | Non
                 measured_ms=statistics.median(times) if times else None,
                 lowest_ms=min(times, default=None),
                 highest_ms=max(times, default=None),
-                predicted_ms=1e3 * predicted[name],
+                predicted_ms=1e3 * (predicted_atc if waits else predicted)[name],
                 cpu=row.cpu,
                 saturated=row.saturated,
-                advised=plan.advice[0].method == name,
+                advised=plan.advice[0].method == name and not waits,
             )
         )
     return points
 
 
-def _middle(plans: list[Plan]) -> Plan:
-    """Return the plan of the median round by DDP's time, which depends on compute and links."""
+def _middle(plans: list[tuple[Plan, Profile]]) -> tuple[Plan, Profile]:
+    """Return the median round by its plan's time of DDP, which depends on compute and links."""
 
-    def ddp_s(plan: Plan) -> float:
-        return next(row.prediction.mean_s for row in plan.rows if row.method == DDP)
+    def ddp_s(planned: tuple[Plan, Profile]) -> float:
+        return next(row.prediction.mean_s for row in planned[0].rows if row.method == DDP)
 
     return sorted(plans, key=ddp_s)[len(plans) // 2]
 
 
 def gossiping_on(method: str) -> str:
     """Return the topology of a gossip method; empty for others."""
-    return method.removeprefix("gossamer(")[:-1] if method.startswith("gossamer(") else ""
+    if not method.startswith("gossamer("):
+        return ""
+    return method.removeprefix("gossamer(")[:-1].removesuffix(NOT_OVERLAPPED)
 
 
 def _append(path: Path | None, fields: dict[str, object]) -> None:

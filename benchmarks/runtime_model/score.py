@@ -11,6 +11,9 @@ from typing import Any, final
 
 from rich.table import Table
 
+NOT_OVERLAPPED = ", atc"
+"""In the name of a method that waits for its exchange."""
+
 APART = 0.05
 """Methods whose measured times differ by less may be ranked either way."""
 
@@ -33,7 +36,12 @@ class Point:
     cpu: float
     saturated: bool
     advised: bool
-    """Whether the plan chose it, of the methods that were measured."""
+    """Whether the plan chose it, of the methods that were measured and do not wait."""
+
+    @property
+    def waits(self) -> bool:
+        """Whether its exchange is not overlapped: the plan that advises is of those that are."""
+        return NOT_OVERLAPPED in self.method
 
     @property
     def error(self) -> float:
@@ -68,7 +76,8 @@ class Score:
     """Settings whose recommended method counts."""
 
     worst_advice: float
-    """How much slower the recommended method was than the fastest that counts, at worst."""
+    """How much slower the recommended method was than the fastest that counts and that the plan
+    could choose, at worst."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return it for a JSON line; null where there is nothing to score."""
@@ -89,8 +98,9 @@ def score(points: Sequence[Point]) -> Score:
         for (a, a_ms), (b, b_ms) in itertools.combinations(own, 2):
             if max(a_ms, b_ms) > (1 + APART) * min(a_ms, b_ms):
                 right.append((a_ms - b_ms) * (a.predicted_ms - b.predicted_ms) > 0)
-        fastest = min(ms for _, ms in own)
-        slower += [ms / fastest - 1 for point, ms in own if point.advised]
+        choices = [(point, ms) for point, ms in own if not point.waits]
+        fastest = min((ms for _, ms in choices), default=math.nan)
+        slower += [ms / fastest - 1 for point, ms in choices if point.advised]
     return Score(
         points=len(counted),
         saturated=sum(point.saturated for point in points),

@@ -33,7 +33,7 @@ LONGER = 4
 MEASURED_TOPOLOGY = "one_peer_exponential"
 """Its losses are used for topologies without rows: the gap was not found to depend on the graph."""
 
-ASSUMED_OPTIMIZERS = ("accum_adam", "accum_adamw")
+ASSUMED_OPTIMIZERS = ("smooth_adam", "smooth_adamw")
 """Of gossip, in a plan: what docs/adam.md advises."""
 
 _PACKAGED = Path(__file__).with_name("measured_losses.json")

@@ -46,8 +46,8 @@ LEVEL = 0.1
 been held against measurements."""
 
 
-_WIRES = ("fp32", "bf16", "modulo(bits=8)", "modulo(bits=4)")
-"""Those that advice looks at, from the most bits to the fewest."""
+ADVISED_WIRES = ("fp32", "bf16", "modulo(bits=8)", "modulo(bits=4)")
+"""Formats that advice may name, from the most bits to the fewest."""
 
 MAX_SCALES = 32
 MAX_WORKERS = 2**14
@@ -130,7 +130,7 @@ class Plan:
     """Steps from one exchange of gossip to the next."""
 
     wire: str
-    """What of parameters travels in gossip; advice also looks at others."""
+    """What of parameters travels in gossip; advice may name another."""
 
     fragments: int
     """Of the parameters, of which each exchange of gossip is one in turn."""
@@ -158,6 +158,7 @@ def make_plan(  # noqa: PLR0913 - one keyword per option
     every: int = 1,
     wire: str = "fp32",
     fragments: int = 1,
+    wires: Sequence[str] = ADVISED_WIRES,
     losses: Sequence[MeasuredLoss] | None = None,
 ) -> Plan:
     """Predict all methods at all scales, and advise.
@@ -172,11 +173,13 @@ def make_plan(  # noqa: PLR0913 - one keyword per option
         every: steps from one exchange of gossip to the next.
         wire: what of parameters travels in gossip.
         fragments: of the parameters, of which each exchange of gossip is one in turn.
+        wires: formats that advice may name besides ``wire``, from the most bits to the fewest.
         losses: what was measured; by default what comes with the package.
     """
     _check_scales(profile, workers)
     parse_algorithm(algorithm)  # a name that is none is refused once, not at every topology
-    parse_wire(wire)
+    for each in (wire, *wires):
+        parse_wire(each)
     losses = packaged_losses() if losses is None else losses
     losses = [row for row in losses if row.kind == profile.kind]
     rows: list[Row] = []
@@ -193,7 +196,7 @@ def make_plan(  # noqa: PLR0913 - one keyword per option
                 f"{'; '.join(missing.values())}"
             )
         rows += of_scale
-        advice.append(_advise(job, of_scale, losses))
+        advice.append(_advise(job, of_scale, wires, losses))
     return Plan(
         profile=profile,
         strong=strong,
@@ -280,11 +283,13 @@ def _row(job: Job, name: str, prediction: Prediction, ddp_s: float, loss: LossGa
     )
 
 
-def _advise(job: Job, rows: Sequence[Row], losses: Sequence[MeasuredLoss]) -> Advice:
+def _advise(
+    job: Job, rows: Sequence[Row], wires: Sequence[str], losses: Sequence[MeasuredLoss]
+) -> Advice:
     ddp = next(row for row in rows if row.method == DDP)
     gossiping = [row for row in rows if row.method not in METHODS]
-    wires = {row.method: _best_wire(job, row) for row in gossiping}
-    per_step = {DDP: ddp.prediction.mean_s} | {name: wires[name].step_s for name in wires}
+    coded = {row.method: _best_wire(job, row, wires) for row in gossiping}
+    per_step = {DDP: ddp.prediction.mean_s} | {name: each.step_s for name, each in coded.items()}
     more_steps = {row.method: row.loss and row.loss.more_steps for row in [ddp, *gossiping]}
     to_equal_loss = {name: per_step[name] * more for name, more in more_steps.items() if more}
     by_loss = to_equal_loss.keys() == per_step.keys()
@@ -295,9 +300,9 @@ def _advise(job: Job, rows: Sequence[Row], losses: Sequence[MeasuredLoss]) -> Ad
     limit_s = min(fastest_s * (1 + AS_FAST), worth_it_s)
     as_fast = [row for row in gossiping if seconds[row.method] <= limit_s]
     best = max(as_fast, key=lambda row: row.mixing or 0.0)
-    wire, step_s = wires[best.method]
-    coded = job._replace(wire=wire)
-    split = split_saving(coded, build(best.method, coded))
+    wire, step_s = coded[best.method]
+    chosen = job._replace(wire=wire)
+    split = split_saving(chosen, build(best.method, chosen))
     saving = 1 - seconds[best.method] / ddp_s
     stay = saving < WORTH_IT
     to_loss = best.loss if by_loss else None
@@ -329,19 +334,19 @@ class _WireTime(NamedTuple):
     step_s: float
 
 
-def _best_wire(job: Job, row: Row) -> _WireTime:
+def _best_wire(job: Job, row: Row, wires: Sequence[str]) -> _WireTime:
     """Return the wire format with the most bits that is about as fast as any, and its time."""
     own = _WireTime(job.wire, row.prediction.mean_s)
     if row.prediction.exposed_s < AS_FAST * (own.step_s - row.prediction.exposed_s):
         return own  # no format can make more of a difference than what is waited for
     seconds = {own.wire: own.step_s}
-    for wire in _WIRES:
+    for wire in wires:
         if wire not in seconds:
             with contextlib.suppress(UserError):  # where it cannot travel
                 timed = build(row.method, job._replace(wire=wire))
                 seconds[wire] = predict(timed, job.trials()).mean_s
     limit_s = min(seconds.values()) * (1 + AS_FAST)
-    most_bits = [wire for wire in (job.wire, *_WIRES) if seconds.get(wire, math.inf) <= limit_s]
+    most_bits = [wire for wire in (job.wire, *wires) if seconds.get(wire, math.inf) <= limit_s]
     return _WireTime(most_bits[0], seconds[most_bits[0]])
 
 

@@ -16,7 +16,7 @@ _LEGEND = (
     "is listed, not recommended: it averages every fourth step only."
 )
 _LOSS_LEGEND = (
-    " loss: above DDP's after as many steps, measured with AccumAdamW on the number of workers in "
+    " loss: above DDP's after as many steps, measured with SmoothAdamW on the number of workers in "
     f"brackets; *: taken to be that of {MEASURED_TOPOLOGY}; ms to equal loss: ms, times as many "
     "steps as it takes to DDP's loss."
 )
