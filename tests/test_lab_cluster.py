@@ -176,7 +176,7 @@ def test_hosts_of_a_node_share_its_uplink() -> None:
     with Cluster(parse_layout("2x2:1gbit/40mbit")) as cluster:
         cluster.run(
             python(code),
-            environment={"START": str(time.time() + 2.0)},
+            environment={"START": str(time.time() + 4.0)},
             sink=lambda _, line: received.append(int(line)),
             timeout_s=20,
         )

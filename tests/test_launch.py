@@ -95,13 +95,20 @@ def test_nobody_is_restarted_if_all_have_failed() -> None:
     assert said[2] == "worker 0 is not restarted: no worker is left to join"
 
 
+def until(log: Path, lines: int) -> str:
+    """Return a command that waits for so many lines, at most 30 s."""
+    enough = f'test "$(cat {log} | wc -l)" -ge {lines}'
+    return f"for i in $(seq 600); do {enough} && break; sleep 0.05; done"
+
+
 def test_a_worker_is_restarted_a_few_times_and_knows_that_it_joins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At most ``restarts`` times, after a pause that doubles; GOSSAMER_JOIN is set."""
     monkeypatch.setattr("gossamer.launch._FIRST_PAUSE_S", 0.1)
     log = tmp_path / "log"
-    script = f'test "$RANK" = 0 && sleep 1.5 || echo "$GOSSAMER_JOIN" >> {log}; test "$RANK" = 0'
+    joins = f'echo "$GOSSAMER_JOIN" >> {log}; exit 1'
+    script = f'test "$RANK" = 0 && {{ {until(log, 3)}; sleep 0.5; }} || {{ {joins}; }}'
     code, said = run_here(script, restarts=2)
     assert code == 0
     assert log.read_text() == "\nreturned\nreturned\n"
@@ -124,7 +131,9 @@ def test_a_worker_that_has_run_for_long_has_all_restarts_again(
     monkeypatch.setattr("gossamer.launch._STEADY_S", 0.0)
     log = tmp_path / "log"
     ends = f'echo >> {log}; test "$(wc -l < {log})" = 4'  # it succeeds the fourth time
-    code, said = run_here(f'test "$RANK" = 0 && sleep 1.5 || {{ {ends}; }}', restarts=1)
+    code, said = run_here(
+        f'test "$RANK" = 0 && {{ {until(log, 4)}; }} || {{ {ends}; }}', restarts=1
+    )
     assert code == 0
     assert len(said) == 3
     assert all("restart in 0.05 s, 0 more" in line for line in said)
