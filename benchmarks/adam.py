@@ -17,6 +17,7 @@ import dataclasses
 import json
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -28,6 +29,7 @@ from torch.optim import SGD
 from gossamer import Simulation
 from gossamer.engine import RunSpec
 from gossamer.engine.batches import Batches
+from gossamer.optim import auto_smoothing
 from gossamer.topology import Round, complete, from_matrix
 from gossamer.workloads.evaluation import token_loss
 
@@ -62,6 +64,22 @@ class Rule:
     fresh: bool = True
     """Whether v~ contains the square of this step's own gradient."""
 
+    second_moment: str = "window"
+    """What v is of: the ``"window"``'s gradients, the worker's moving average as in SmoothAdam
+    (``"smooth"``), or the ``"mean"`` of all workers' clipped gradients, which no worker knows."""
+
+    both_smooth: bool = False
+    """Whether m is of the smoothed gradients as well, with a beta that gives it Adam's delay."""
+
+    halved: bool = False
+    """Whether smoothing stands for the mean of half as many workers."""
+
+    bounded: bool = True
+    """Whether v is at least what Adam adds to it for the step's own gradient, as in SmoothAdam."""
+
+    mixed_first: bool = False
+    """Whether, not overlapped, m is mixed as parameters are."""
+
     clip: str = "own"
     """The norm that decides on clipping: of the worker's ``"own"`` gradient, or that of the mean
     gradient of all (``"mean"``), which a worker could at best estimate; ``"no"`` for none."""
@@ -69,6 +87,10 @@ class Rule:
     overlapped: bool = False
     """Whether parameters are mixed as in awc: before the update, with the gradient at the worker's
     own parameters before mixing."""
+
+    halves: bool = False
+    """Whether, overlapped, half of what mixing changes is applied at once and half a step later:
+    with windows differences between workers are then as stable as the mean of all is."""
 
     complete: bool = False
     """Whether all workers average at every step: the remaining gap is not due to the graph."""
@@ -80,6 +102,8 @@ class Rule:
 
 VARIANTS = {
     "all_reduce": Rule(all_reduce=True),
+    "all_reduce4": Rule(4, all_reduce=True),
+    "all_reduce8": Rule(8, all_reduce=True),
     "gossip": Rule(),
     "accum2": Rule(2),
     "accum4": Rule(4),
@@ -104,6 +128,16 @@ VARIANTS = {
     "clip_mean": Rule(clip="mean"),
     "no_clip4": Rule(4, clip="no"),
     "no_clip": Rule(clip="no"),
+    "smooth": Rule(second_moment="smooth"),
+    "smooth_awc": Rule(second_moment="smooth", overlapped=True),
+    "smooth_unbounded_awc": Rule(second_moment="smooth", bounded=False, overlapped=True),
+    "smooth_complete": Rule(second_moment="smooth", complete=True),
+    "smooth_half_awc": Rule(second_moment="smooth", halved=True, overlapped=True),
+    "smooth_both_awc": Rule(second_moment="smooth", both_smooth=True, overlapped=True),
+    "smooth_mixed": Rule(second_moment="smooth", mixed_first=True),
+    "mean_v": Rule(second_moment="mean"),
+    "mean_v_awc": Rule(second_moment="mean", overlapped=True),
+    "mean_v_complete": Rule(second_moment="mean", complete=True),
     "quasi_global": Rule(quasi_global=True),
     "complete": Rule(complete=True),
     "accum8_complete": Rule(8, complete=True),
@@ -111,6 +145,8 @@ VARIANTS = {
     "accum2_awc": Rule(2, overlapped=True),
     "accum4_awc": Rule(4, overlapped=True),
     "accum8_awc": Rule(8, overlapped=True),
+    "accum4_awc_halves": Rule(4, overlapped=True, halves=True),
+    "accum8_awc_halves": Rule(8, overlapped=True, halves=True),
     "accum8_complete_awc": Rule(8, overlapped=True, complete=True),
 }
 
@@ -121,21 +157,30 @@ class Workers:
     def __init__(self, rule: Rule, parameters: list[Tensor]) -> None:
         self._rule, self._parameters = rule, parameters
         self._x = _stack(parameters)
-        self._m, self._v, self._sum = (torch.zeros_like(self._x) for _ in range(3))
+        self._m, self._v, self._average = (torch.zeros_like(self._x) for _ in range(3))
+        self._change, self._squares = (torch.zeros_like(self._x) for _ in range(2))
         self._num_steps = 0
 
-    def step(self, lr: float, round: Round) -> None:
-        """Clip, update and mix, from the gradients of the stacked parameters."""
+    def gradients(self) -> Tensor:
+        """Return all workers' gradients, [W, N]."""
+        return _stack([p.grad for p in self._parameters if p.grad is not None])
+
+    def step(self, grads: Tensor, lr: float, round: Round) -> None:
+        """Clip, update and mix, from all workers' gradients."""
         rule, before = self._rule, self._x.clone()
         mixing = torch.from_numpy(round.matrix().toarray()).float()
-        grads = self._clipped(_stack([p.grad for p in self._parameters if p.grad is not None]))
+        grads = self._clipped(grads)
         if rule.overlapped and self._num_steps:
-            self._x = mixing @ self._x
+            mixed = mixing @ self._x
+            change, self._change = self._change, mixed - self._x
+            self._x = self._x + (change + self._change) / 2 if rule.halves else mixed
         self._num_steps += 1
         self._x.mul_(1 - lr * WEIGHT_DECAY)
         self._x.sub_(lr * self._direction(grads, mixing))
         if not rule.overlapped:
             self._x = mixing @ self._x
+            if rule.mixed_first:
+                self._m = mixing @ self._m
         if rule.quasi_global:
             change = before - self._x
             change /= change.norm(dim=1, keepdim=True).clamp(min=1e-12)
@@ -156,6 +201,8 @@ class Workers:
 
     def _direction(self, grads: Tensor, mixing: Tensor) -> Tensor:
         rule, t = self._rule, self._num_steps
+        if rule.second_moment != "window":
+            return self._two_gradients_direction(grads)
         power = rule.window if rule.powers else 1
         b1, b2 = rule.betas[0] ** power, rule.betas[1] ** power
         k = t if rule.quasi_global else math.ceil(t / rule.window)
@@ -166,17 +213,41 @@ class Workers:
         else:
             m, m_weight = self._m.lerp(grads, 1 - b1), 1 - b1**k
         v_weight = 1 - b2**k if rule.fresh or k == 1 else 1 - b2 ** (k - 1)
+        if rule.first_moment == "step" and k == 1:
+            # The square of one gradient is next to nothing where the mean of several is not.
+            self._squares += grads**2
+            v, v_weight = self._squares / t, 1.0
         direction = m / m_weight / ((v / v_weight).sqrt() + EPS)
-        self._sum += grads / rule.window
+        self._average += grads / rule.window
         if t % rule.window == 0 and not rule.quasi_global:
             if rule.shared != "no":
-                mean = self._sum.mean(0, keepdim=True).expand_as(self._sum)
-                self._sum = mean.clone() if rule.shared == "mean" else mixing @ self._sum
+                mean = self._average.mean(0, keepdim=True).expand_as(self._average)
+                self._average = mean.clone() if rule.shared == "mean" else mixing @ self._average
             if rule.first_moment == "window":
-                self._m.lerp_(self._sum, 1 - b1)
-            self._v.lerp_(self._sum**2, 1 - b2)
-            self._sum.zero_()
+                self._m.lerp_(self._average, 1 - b1)
+            self._v.lerp_(self._average**2, 1 - b2)
+            self._average.zero_()
         return direction
+
+    def _two_gradients_direction(self, grads: Tensor) -> Tensor:
+        """Return the direction where the two moments are of different gradients."""
+        rule, t = self._rule, self._num_steps
+        b1, b2 = rule.betas
+        own = grads
+        if rule.second_moment == "mean":
+            squared = grads.mean(0, keepdim=True).expand_as(grads)
+        else:
+            decay = auto_smoothing(len(grads) // 2 if rule.halved else len(grads))
+            squared = self._average.lerp_(grads, 1 - decay) / (1 - decay**t)
+            if rule.both_smooth:
+                delay = b1 / (1 - b1) - decay / (1 - decay)
+                grads, b1 = squared, delay / (1 + delay)
+        m = self._m.lerp_(grads, 1 - b1) / (1 - b1**t)
+        v = self._v.lerp_(squared**2, 1 - b2)
+        if rule.second_moment == "smooth" and rule.bounded:
+            v = torch.maximum(v, (1 - b2) * own**2, out=self._v)
+        v = v / (1 - b2**t)
+        return m / (v.sqrt() + EPS)
 
 
 def _stack(tensors: list[Tensor]) -> Tensor:
@@ -191,8 +262,16 @@ def _unstack_(tensors: list[Tensor], x_WN: Tensor) -> None:
         start = stop
 
 
-def run(spec: RunSpec, rule: Rule) -> float:
-    """Train once; return the test loss of the average."""
+def run(
+    spec: RunSpec, rule: Rule, observe: Callable[[int, Tensor], None] = lambda t, grads_WN: None
+) -> float:
+    """Train once; return the test loss of the average.
+
+    Args:
+        spec: the workload and its settings.
+        rule: how workers update.
+        observe: called at each step with its number, from 1, and all workers' gradients.
+    """
     workload, batches = spec.make_workload(), Batches(spec, range(spec.workers))
     # Only gradients are used: the rate is zero, and the round has no neighbours.
     sim = Simulation(
@@ -210,11 +289,30 @@ def run(spec: RunSpec, rule: Rule) -> float:
         everybody = rule.all_reduce or rule.complete
         round = everyone if everybody else spec.schedule.round(t)
         with torch.no_grad():
-            workers.step(spec.lr_at(t), round)
+            grads = workers.gradients()
+            observe(t + 1, grads)
+            workers.step(grads, spec.lr_at(t), round)
     return token_loss()(sim.average().eval(), batches.data)
 
 
-def main(
+def spec_of(
+    workload: str, workers: int, batch_size: int, lr: float, seed: int, steps: int
+) -> RunSpec:
+    """Return the settings of a run."""
+    return RunSpec(
+        workload=workload,
+        workers=workers,
+        algorithm="atc",
+        batch_size=batch_size,
+        lr=lr,
+        seed=seed,
+        epochs=math.ceil(steps / 50),
+        steps_per_epoch=50,
+        max_steps=steps,
+    )
+
+
+def main(  # noqa: PLR0913 - one keyword per option
     variants: Annotated[list[str], typer.Argument(help=f"Of {', '.join(VARIANTS)}.")],
     workload: str = "stdlib-gpt",
     workers: int = 8,
@@ -222,6 +320,7 @@ def main(
     lr: str = "3e-3",
     seeds: str = "0,1",
     steps: int = 400,
+    beta1: float = 0.9,
     beta2: float = 0.99,
 ) -> None:
     """Train every variant at every rate and seed."""
@@ -229,23 +328,13 @@ def main(
     for rate in map(float, lr.split(",")):
         for seed in map(int, seeds.split(",")):
             for name in variants:
-                rule = dataclasses.replace(VARIANTS[name], betas=(0.9, beta2))
-                spec = RunSpec(
-                    workload=workload,
-                    workers=workers,
-                    algorithm="atc",
-                    batch_size=batch_size,
-                    lr=rate,
-                    seed=seed,
-                    epochs=math.ceil(steps / 50),
-                    steps_per_epoch=50,
-                    max_steps=steps,
-                )
+                rule = dataclasses.replace(VARIANTS[name], betas=(beta1, beta2))
+                spec = spec_of(workload, workers, batch_size, rate, seed, steps)
                 start = time.process_time()
                 loss = run(spec, rule)
                 settings = {"workers": workers, "batch_size": batch_size, "steps": steps}
                 found = {"loss": round(loss, 4), "cpu_s": round(time.process_time() - start, 1)}
-                settings |= {"lr": rate, "beta2": beta2, "seed": seed}
+                settings |= {"lr": rate, "beta1": beta1, "beta2": beta2, "seed": seed}
                 print(json.dumps({"variant": name, **settings, **found}), flush=True)
 
 

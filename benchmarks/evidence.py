@@ -3,6 +3,7 @@
     python -m benchmarks.evidence results/adam-stdlib-gpt --out evidence/adam-stdlib-gpt.csv
     python -m benchmarks.evidence evidence/adam-stdlib-gpt.csv
     python -m benchmarks.evidence evidence/wire-digits-cnn.csv --field wire
+    python -m benchmarks.evidence evidence/adam-stdlib-gpt*.csv --pooled --reference "gossip, AdamW"
 
 Records of an experiment take megabytes; its conclusions need one row per run. A run's specification
 follows from the experiment and the results of its trials, so a row has only its id, its result, and
@@ -12,7 +13,8 @@ not in the experiment is an error: the experiment was edited since.
 Prints, for every setting, each method at its best rate, and its paired difference from all-reduce
 in the same setting: in percent of a loss, in the metric itself where more is better. With
 ``--field``, the difference from the method that has the defaults of these fields and is otherwise
-the same: from ``ring`` in full precision for ``ring`` in 8 bits.
+the same: from ``ring`` in full precision for ``ring`` in 8 bits. With ``--pooled``, one row per
+method for all settings together, whose pairs count as independent.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from typing import Annotated, Any, NamedTuple
 import polars as pl
 import typer
 
-from benchmarks.claims import claims
+from benchmarks.claims import Kept, claims, of_fewer
 from gossamer.bench import experiment as experiments
 from gossamer.bench.analysis import MEASURES, PHASES
 from gossamer.bench.analysis.observations import phase_dispersion, run_dispersion
@@ -156,11 +158,27 @@ def _from_file(path: Path) -> list[Result]:
     ]
 
 
+def kept(results: Iterable[Result]) -> list[Kept]:
+    """Return the runs that are no trials and have a result, as ``benchmarks.claims`` takes them."""
+    return [
+        (result.spec, result.final, result.facts)
+        for result in results
+        if not result.is_trial and result.final is not None
+    ]
+
+
 def varied(results: Sequence[Result]) -> list[str]:
-    """Return the fields in which settings differ."""
+    """Return the fields in which settings differ: also the rate, if methods have several of it."""
     specs = [result.spec.model_dump() for result in results]
-    names = [name for name in RunSpec.model_fields if name not in _OF_METHOD]
+    of_method = _OF_METHOD - {"lr"} if _have_several_rates(results) else _OF_METHOD
+    names = [name for name in RunSpec.model_fields if name not in of_method]
     return [name for name in names if len({str(spec[name]) for spec in specs}) > 1]
+
+
+def _have_several_rates(results: Iterable[Result]) -> bool:
+    """Return whether two runs that count differ in nothing but their rate."""
+    final = [str(r.spec.model_dump(exclude={"lr"})) for r in results if not r.is_trial]
+    return len({*final}) < len(final)
 
 
 def write(results: Sequence[Result], path: Path) -> None:
@@ -224,8 +242,8 @@ def compare(
 ) -> list[Compared]:
     """Return every setting and method, all-reduce first, with its difference from the reference.
 
-    The reference is all-reduce; with ``fields``, the method that has their defaults; or the method
-    with the name ``method``.
+    The reference is all-reduce, of several in a setting the best; with ``fields``, the method that
+    has their defaults; or the method with the name ``method``.
     """
     final = [result for result in results if not result.is_trial and result.final is not None]
     axes = varied(final)
@@ -233,9 +251,10 @@ def compare(
     for setting in sorted({_setting(result.spec, axes) for result in final}):
         own = [result for result in final if _setting(result.spec, axes) == setting]
         known = _noise(own)
+        reference = method if method or fields else _best_all_reduce(own)
         for _, name in sorted({(r.spec.topology != CENTRALIZED, r.spec.method) for r in own}):
             runs = [result for result in own if result.spec.method == name]
-            chosen = (r for r in own if _is_reference(r.spec, runs[0].spec, fields, method))
+            chosen = (r for r in own if _is_reference(r.spec, runs[0].spec, fields, reference))
             rows.append(Compared(setting, name, runs, *_gap(runs, _by_seed(chosen), known)))
     return rows
 
@@ -252,14 +271,44 @@ def table(results: Sequence[Result], fields: Sequence[str] = (), method: str = "
     return "\n".join([_line(heads), f"|{'---|' * len(heads)}", *map(_line, rows)])
 
 
+def pooled_table(results: Sequence[Result], method: str = "") -> str:
+    """Return each method's paired difference from the reference over all settings, as Markdown."""
+    final = [result for result in results if not result.is_trial and result.final is not None]
+    axes = varied(final)
+    differences: dict[str, list[float]] = {}
+    for setting in sorted({_setting(result.spec, axes) for result in final}):
+        own = [result for result in final if _setting(result.spec, axes) == setting]
+        reference = method or _best_all_reduce(own)
+        by_seed = _by_seed(r for r in own if r.spec.method == reference)
+        for name in {r.spec.method for r in own} - {reference}:
+            runs = [result for result in own if result.spec.method == name]
+            differences.setdefault(name, []).extend(_differences(runs, by_seed))
+    heads = ["method", "pairs", f"from {method or 'all-reduce'}", "95 % interval"]
+    unit = "" if _more_is_better(final) else " %"
+    rows: list[list[Any]] = []
+    for name, values in sorted(differences.items()):
+        mean, low, high, pairs = interval(values)
+        ends = "–" if low is None or high is None else f"{low:+.2f} to {high:+.2f}"
+        rows.append([name, pairs, f"{mean:+.2f}{unit}", ends])
+    return "\n".join([_line(heads), f"|{'---|' * len(heads)}", *map(_line, rows)])
+
+
+def _best_all_reduce(runs: Sequence[Result]) -> str:
+    """Return the name of all-reduce, of several that with the best mean; empty without any."""
+    results: dict[str, list[float]] = {}
+    for run in runs:
+        if run.spec.topology == CENTRALIZED and run.final is not None:
+            results.setdefault(run.spec.method, []).append(run.final)
+    best = max if runs[0].spec.make_workload().higher_is_better else min
+    return best(results, key=lambda name: statistics.fmean(results[name]), default="")
+
+
 def _is_reference(spec: RunSpec, of: RunSpec, fields: Sequence[str], method: str) -> bool:
     """Return whether a run belongs to the reference of another run's method."""
     if spec.method == of.method:
         return False
-    if method:
+    if method or not fields:
         return spec.method == method
-    if not fields:
-        return spec.topology == CENTRALIZED
     defaults = {name: RunSpec.model_fields[name].default for name in fields}
     plain = of.model_copy(update={**defaults, "method": spec.method, "seed": spec.seed})
     return spec == plain
@@ -283,32 +332,29 @@ def _rate(runs: Sequence[Result]) -> str:
 
 
 def _noise(runs: Sequence[Result]) -> Noise | None:
-    """Return the noise of all methods of a setting over their common seeds, if these are few.
+    """Return the noise of the methods of a setting, over the seeds that they share.
 
-    For a loss it is the noise of its logarithm, because differences are relative.
+    For a loss it is the noise of its logarithm, because differences are relative. A method that
+    has only the first of the seeds, because time ran out, has the noise of the others.
     """
     by_method: dict[str, list[Result]] = {}
     for run in runs:
         by_method.setdefault(run.spec.method, []).append(run)
-    results = [_by_seed(own) for own in by_method.values()]
-    shared = sorted(set[int].intersection(*map(set, results)))
-    if not 1 < len(shared) < _FEW_SEEDS:
+    results = [own for own in map(_by_seed, by_method.values()) if len(own) > 1]
+    seeds = sorted(set.intersection(*({*own} for own in results))) if results else []
+    if len(seeds) < 2:
         return None
     as_compared = float if runs[0].spec.make_workload().higher_is_better else math.log
-    return noise([[as_compared(own[seed]) for seed in shared] for own in results])
+    return noise([[as_compared(own[seed]) for seed in seeds] for own in results])
 
 
 def _gap(
     runs: Sequence[Result], reference: dict[int, float], known: Noise | None
 ) -> tuple[Interval | None, float | None, str]:
     """Return the paired difference from the reference, its p and its unit."""
-    own = _by_seed(runs)
-    more_is_better = runs[0].spec.make_workload().higher_is_better
+    more_is_better = _more_is_better(runs)
     unit = "" if more_is_better else " %"
-    differences = [
-        own[seed] - reference[seed] if more_is_better else 100 * (own[seed] / reference[seed] - 1)
-        for seed in sorted(own.keys() & reference.keys())
-    ]
+    differences = _differences(runs, reference)
     if not differences:
         return None, None, unit
     if len(differences) >= _FEW_SEEDS:
@@ -318,18 +364,44 @@ def _gap(
     return interval(differences, known), p_value(differences, known), unit
 
 
+def _differences(runs: Sequence[Result], reference: dict[int, float]) -> list[float]:
+    own, more_is_better = _by_seed(runs), _more_is_better(runs)
+    return [
+        own[seed] - reference[seed] if more_is_better else 100 * (own[seed] / reference[seed] - 1)
+        for seed in sorted(own.keys() & reference.keys())
+    ]
+
+
+def _more_is_better(runs: Sequence[Result]) -> bool:
+    return runs[0].spec.make_workload().higher_is_better
+
+
 def _cells(row: Compared) -> list[str]:
     mean = f"{statistics.fmean(_by_seed(row.runs).values()):.4g}"
     if row.gap is None:
         return [mean, "–", "–", "–"]
-    low, high = (math.nan if end is None else end for end in (row.gap.low, row.gap.high))
+    low, high = row.gap.low, row.gap.high
+    ends = "–" if low is None or high is None else f"{low:+.2g} to {high:+.2g}"
     p = "–" if row.p is None else f"{row.p:.2g}"
-    return [mean, f"{row.gap.mean:+.2g}{row.unit}", f"{low:+.2g} to {high:+.2g}", p]
+    return [mean, f"{row.gap.mean:+.2g}{row.unit}", ends, p]
+
+
+def _of_all(paths: Sequence[Path]) -> list[Result]:
+    """Return the results of several folders and files, a run that is in two of them once."""
+    results = {result.spec.id: result for path in paths for result in read(path)}
+    if not results:
+        name = _names(paths)
+        raise UserError(f"{name} must hold runs that have ended, got none; wait until some have")
+    return list(results.values())
+
+
+def _names(paths: Sequence[Path]) -> str:
+    return " and ".join(map(str, paths))
 
 
 def main(
-    path: Annotated[
-        Path, typer.Argument(help="Folder of gossamer bench run, or file of this command.")
+    paths: Annotated[
+        list[Path], typer.Argument(help="Folders of gossamer bench run, or files of this command.")
     ],
     out: Annotated[Path | None, typer.Option(help="Write the results to this file.")] = None,
     steps: Annotated[
@@ -342,6 +414,12 @@ def main(
     reference: Annotated[
         str, typer.Option(help="Compare with the method of this name.", show_default="all-reduce")
     ] = "",
+    graphs: Annotated[
+        int, typer.Option(help="Say what would have been seen with so many of the graphs.")
+    ] = 0,
+    pooled: Annotated[
+        bool, typer.Option("--pooled", help="Print a row per method for all settings together.")
+    ] = False,
 ) -> None:
     """Print the results of an experiment, and write them to a file."""
     fields = field or []
@@ -349,26 +427,26 @@ def main(
         name = min(unknown)
         known = nearest(name, RunSpec.model_fields)
         raise UserError(f"--field must name a field of a run, got {name!r}; {known}")
-    results = read(path)
-    if not results:
-        raise UserError(f"{path} must hold runs that have ended, got none; wait until some have")
+    if len(paths) > 1 and (out is not None or steps is not None):
+        raise UserError(f"--out and --steps need one folder or file, got {len(paths)}; write each")
+    results = _of_all(paths)
     methods = {result.spec.method: None for result in results}
     if reference and reference not in methods:
         raise UserError(
-            f"--reference must name a method of {path}, got {reference!r}; "
+            f"--reference must name a method of {_names(paths)}, got {reference!r}; "
             f"{nearest(reference, methods)}"
         )
     if out is not None:
         write(results, out)
     if steps is not None:
-        write_steps(path, steps)
+        write_steps(paths[0], steps)
+    if pooled:
+        print(pooled_table(results, reference))
+        return
     print(table(results, fields, reference))
-    compared = [
-        (result.spec, result.final, result.facts)
-        for result in results
-        if not result.is_trial and result.final is not None
-    ]
-    if found := claims(compared):
+    if graphs:
+        print(f"\n{of_fewer(kept(results), graphs)}")
+    elif found := claims(kept(results)):
         print(f"\n{found}")
     seconds = [result.facts["train_s"] for result in results if "train_s" in result.facts]
     if seconds:

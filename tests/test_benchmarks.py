@@ -14,7 +14,7 @@ import pytest
 import torch
 import typer
 
-from benchmarks import bits, imports, simulation, sizes, step, stragglers
+from benchmarks import bits, imports, noise, simulation, sizes, stability, step, stragglers
 from benchmarks.soak.faults import missed_steps, seconds_until
 from benchmarks.soak.job import Taken, Use, trends
 from tests.page_commands import own_app
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(150)
 # The smallest sizes that each takes.
 SMALL = {
     "against": ("HEAD step --turns 1 --workers 2 --params 2e4 --steps 1 --rounds 1 --method local"),
-    "adam": "--workers 2 --batch-size 1 --steps 1 --seeds 0 all_reduce shared4",
+    "adam": "--workers 2 --batch-size 1 --steps 1 --seeds 0 all_reduce shared4 smooth_mixed",
     "chunks": "--model mlp --workers 4 --seconds 0",
     "connections": "--workers 2 --topology ring --steps 1 --compute 0",
     "consensus": "--workers 4 --seeds 1 --epochs 1",
@@ -70,6 +70,49 @@ def test_a_benchmark_measures(name: str, capsys: pytest.CaptureFixture[str]) -> 
     assert printed
     if name != "runtime_model.paper":
         assert [line for line in printed.splitlines() if line.startswith("{") and json.loads(line)]
+
+
+@pytest.mark.parametrize("window", stability.WINDOWS)
+@pytest.mark.parametrize("eigenvalue", [-0.3, 0.0, 0.5])
+def test_overlap_lowers_what_is_stable(window: int, eigenvalue: float) -> None:
+    """To (1 + λ)/2 of that of the mean, for every window; atc, with λ of 0 and more, to nothing
+    below it. Adam's is the known 2(1 + β)/(1 − β).
+    """
+    of_mean, overlapped = (
+        stability.largest_stable(each, window, 0.9, overlaps=True) for each in (1.0, eigenvalue)
+    )
+    assert overlapped / of_mean == pytest.approx((1 + eigenvalue) / 2, rel=1e-3)
+    if eigenvalue >= 0:
+        assert stability.largest_stable(eigenvalue, window, 0.9, overlaps=False) >= of_mean
+    if window == 1:
+        assert of_mean == pytest.approx(2 * 1.9 / 0.1, rel=1e-3)
+
+
+def test_differences_grow_where_windows_meet_overlap(capsys: pytest.CaptureFixture[str]) -> None:
+    """On the same samples workers a hundred-thousandth apart come apart under awc with a window
+    of eight, and stay together without a window or without overlap.
+    """
+    stability.main(workers=4, batch_size=2, steps=48, lr="4e-3")
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
+    last = {(name, algorithm): float(row[-1]) for _, name, algorithm, *row in rows[-8:]}
+    windowed = "AccumAdamW, window 8"
+    together = max(last["AdamW", "atc"], last["AdamW", "awc"], last[windowed, "atc"])
+    assert last[windowed, "awc"] > 30 * together
+
+
+@pytest.mark.parametrize(("shared", "own", "smoothed"), [(False, 4.0, 1.0), (True, 1.0, 0.25)])
+def test_noise_is_told_from_what_workers_share(shared: bool, own: float, smoothed: float) -> None:
+    """Independent gradients: a worker's square is n times the mean's, smoothed it is as large.
+    Gradients that vary, but equally on all workers: as large, and smoothed an nth.
+    """
+    moments = noise.Moments(4, (0.9, 0.999))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(2000):
+        grads = torch.randn(1 if shared else 4, 50, generator=generator)
+        moments.observe(grads.expand(4, 50))
+    assert moments.quartiles("own")[1] == pytest.approx(own, rel=0.1)
+    assert moments.quartiles("smoothed")[1] == pytest.approx(smoothed, rel=0.1)
+    assert moments.update("smoothed") > 0
 
 
 def test_jax_comes_to_the_same_parameters(capsys: pytest.CaptureFixture[str]) -> None:
