@@ -126,10 +126,10 @@ def _facts(rows: RunRows) -> dict[str, float]:
     }
     for row in run_dispersion(phase_dispersion(join([rows], {}))).iter_rows(named=True):
         known |= {f"{row['phase']} {measure}": row[measure] for measure in MEASURES}
-    return {name: _rounded(known[name]) for name in _FACTS if known.get(name) is not None}
+    return {name: rounded(known[name]) for name in _FACTS if known.get(name) is not None}
 
 
-def _rounded(value: float) -> float:
+def rounded(value: float) -> float:
     return float(f"{value:.6g}")
 
 
@@ -190,7 +190,7 @@ def write(results: Sequence[Result], path: Path) -> None:
             "run_id": result.spec.id,
             **{name: getattr(result.spec, name) for name in (*fields, "method", "lr", "seed")},
             "kind": "trial" if result.is_trial else "final",
-            "final": None if result.final is None else _rounded(result.final),
+            "final": None if result.final is None else rounded(result.final),
             **{name: result.facts.get(name) for name in known},
             "commit": result.commit,
             "date": result.date,

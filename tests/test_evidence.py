@@ -9,7 +9,7 @@ import polars as pl
 import pytest
 from polars.testing import assert_frame_equal
 
-from benchmarks import evidence, findings
+from benchmarks import again, evidence, findings
 from benchmarks.claims import claims, observed, of_fewer
 from benchmarks.claims import tested as only_tested
 from gossamer.bench.analysis import analyse
@@ -302,3 +302,19 @@ def test_a_run_in_two_files_counts_once(tmp_path: Path, capsys: pytest.CaptureFi
     assert "| gossip, AdamW | 5 | +1.33 %" in capsys.readouterr().out
     with pytest.raises(UserError, match="--out and --steps need one folder or file, got 2"):
         evidence.main([own, own], out=tmp_path / "out.csv")
+
+
+def test_a_run_again_has_the_result_that_was_kept() -> None:
+    """What is kept of a run is what running it again gives; another result is told apart."""
+    spec = spec_of("D_ring", 4, epochs=1, steps_per_epoch=2)
+    now = again.result_of(spec)
+    assert now is not None
+    kept = evidence.Result(spec, now, "abc", "2026-11-20")
+    assert not again.differs(kept, again.result_of(spec))
+    edited = kept._replace(final=2 * now)
+    assert (
+        again.row(Path("digits.csv"), [kept, edited], [now, now]) == "| digits | 2 | 1 | 5.0e-01 |"
+    )
+    assert len(again.draw([kept, edited], 3, seed=0)) == 2
+    with pytest.raises(UserError, match="evidence, got results"):
+        again.main([Path("results")])
