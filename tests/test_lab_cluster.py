@@ -314,9 +314,13 @@ def test_a_killed_lab_is_cleaned_up_by_the_next() -> None:
 
 
 @needs_lab
-def test_the_command_shows_the_failing_host_again() -> None:
+def test_the_command_shows_the_failing_host_again(tmp_path: Path) -> None:
     """The command prefixes output by host, repeats the failing host's and has its exit code."""
-    script = 'echo "I am $RANK"; sleep 0.$((5 + 4 * RANK)); exit $((3 + RANK))'
+    other = tmp_path / "1"
+    waits = f"for i in $(seq 400); do test -e {other} && break; sleep 0.05; done"
+    script = (
+        f'echo "I am $RANK"; touch {tmp_path}/$RANK; [ $RANK = 1 ] && sleep 30; {waits}; exit 3'
+    )
     done = subprocess.run(
         [*COMMAND, "--hosts", "2", "--rate", "1gbit", "--", "sh", "-c", script],
         capture_output=True,
