@@ -211,6 +211,21 @@ def train_in_bfloat16() -> tuple[torch.dtype, float, bool]:
     return vector.dtype, distance, all(torch.equal(each, vector) for each in everyone)
 
 
+def train_16_bits(optimizer: str) -> tuple[Tensor, Tensor]:
+    """Train shards of 16-bit parameters, and return them beside those of a whole model."""
+    mesh, shards, whole = nodes(), make_net().bfloat16(), make_net().bfloat16()
+    fully_shard(shards, mesh=mesh["within"])
+    for model in (shards, whole):
+        trained = ALL_OPTIMIZERS[optimizer](model.parameters())
+        gossamer.optim.tell_num_workers(trained, 4)
+        for step in range(3):
+            inputs, targets = batch(0, step)  # the same on all ranks
+            trained.zero_grad()
+            nn.functional.mse_loss(model(inputs.bfloat16()), targets.bfloat16()).backward()
+            trained.step()
+    return whole_vector(shards), vector_of(whole)
+
+
 def states(model: nn.Module, optimizer: Any, gossip: gossamer.Gossip) -> dict[str, Any]:
     """Return all that a node saves, under a name of its own, as docs/fsdp.md has it."""
     own = {"gossip": gossip.state_dict()}

@@ -291,15 +291,40 @@ def test_settings_are_pooled_pair_by_pair() -> None:
         for method, factors in (("C_complete", (1.0, 2.0)), ("D_ring", (1.01, 2.06)))
         for seed, factor in enumerate(factors)
     ]
-    assert "| D_ring | 4 | +2.00 % | +0.16 to +3.84 |" in evidence.pooled_table(results)
-    assert "| C_complete | 4 | -1.95 % |" in evidence.pooled_table(results, "D_ring")
+    assert "| D_ring | 2 | 4 | +2.00 % | +0.16 to +3.84 |" in evidence.pooled_table(results)
+    assert "| C_complete | 2 | 4 | -1.95 % |" in evidence.pooled_table(results, "D_ring")
+
+
+def test_what_cannot_be_pooled_is_refused_or_left_out() -> None:
+    """A method without a seed of the reference, none that has one, and metrics beside losses."""
+    ring, torus = spec_of("D_ring"), spec_of("D_torus", seed=1)
+    alone = [evidence.Result(spec, 0.9, "", "") for spec in (ring, torus)]
+    with pytest.raises(UserError, match="seeds of all-reduce in the same setting, got none"):
+        evidence.pooled_table(alone)
+    beside = [*alone, evidence.Result(spec_of("C_complete"), 0.8, "", "")]
+    assert "D_ring" in evidence.pooled_table(beside)
+    assert "D_torus" not in evidence.pooled_table(beside)
+    loss = evidence.Result(spec_of("D_ring", workload="quadratic"), 0.1, "", "")
+    with pytest.raises(UserError, match="settings of one kind, got losses"):
+        evidence.pooled_table([*beside, loss])
+    with pytest.raises(UserError, match="got --field or --graphs"):
+        evidence.main([Path("digits.csv")], field=["wire"], pooled=True)
+
+
+def test_a_run_without_a_result_adds_no_column() -> None:
+    """Of a setting in which all runs diverged nothing is said."""
+    results = [
+        evidence.Result(spec_of(method, 16), 0.9, "", "") for method in ("C_complete", "D_ring")
+    ]
+    diverged = evidence.Result(spec_of("D_ring", 64), None, "", "")
+    assert evidence.table([*results, diverged]) == evidence.table(results)
 
 
 def test_a_run_in_two_files_counts_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Files of several experiments are compared together; writing takes one of them."""
     own = Path(evidence.__file__).parents[1] / "evidence" / "adam-stdlib-gpt-long.csv"
     evidence.main([own, own], pooled=True)
-    assert "| gossip, AdamW | 5 | +1.33 %" in capsys.readouterr().out
+    assert "| gossip, AdamW | 1 | 5 | +1.33 %" in capsys.readouterr().out
     with pytest.raises(UserError, match="--out and --steps need one folder or file, got 2"):
         evidence.main([own, own], out=tmp_path / "out.csv")
 

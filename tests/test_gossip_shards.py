@@ -152,6 +152,13 @@ def test_shards_in_single_precision_with_computation_in_bfloat16(pool: ProcessPo
         assert are_equal
 
 
+@pytest.mark.parametrize("optimizer", ["accum_adamw", "smooth_adamw"])
+def test_shards_of_16_bit_parameters(pool: ProcessPool, optimizer: str) -> None:
+    """Optimizers of ours step on shards as on whole tensors."""
+    for shards, whole in pool.run(sharded_ranks.train_16_bits, optimizer):
+        torch.testing.assert_close(shards, whole, rtol=0.02, atol=0.02)
+
+
 @pytest.mark.parametrize("run", [Run("gradient_tracking", "adamw"), ALGORITHMS[0]], ids=name_of)
 def test_a_run_continues_from_a_distributed_checkpoint(
     pool: ProcessPool, run: Run, tmp_path: Path

@@ -25,9 +25,10 @@ from gossamer.optim import (
     blocks,
     tell_num_workers,
 )
+from gossamer.optim.blocks import Tensors
 from gossamer.optim.smooth_adam import SmoothUpdate, update_
 from gossamer.optim.smooth_adam import update_by_lists_ as update_by_lists_smoothly_
-from gossamer.optim.window_update import Blocks, Tensors, WindowUpdate, update_by_lists_
+from gossamer.optim.window_update import Blocks, WindowUpdate, update_by_lists_
 
 
 def parameters(num: int = 3) -> list[nn.Parameter]:
@@ -236,6 +237,9 @@ def test_stacked_workers_are_updated_as_single_ones(make: Any) -> None:
         ({"betas_per": "epoch"}, 'betas_per must be "step" or "window", got epoch'),
         ({"window": 2.5}, "window must be an integer .* got 2.5"),
         ({"betas": (0.9, 0.9, 0.9)}, "betas must be two numbers"),
+        ({"betas": 0.9}, "betas must be two numbers .* got 0.9"),
+        ({"betas": ("0.9", 0.99)}, "betas must be two numbers"),
+        ({"lr": "fast"}, "lr must be a number >= 0, .* got fast"),
         ({"smoothing": 1.0}, r'smoothing must be a number in \[0, 1\), .* or "auto", got 1.0'),
         ({"smoothing": True}, "smoothing must be a number .* got True"),
         ({"smoothing": "half"}, "smoothing must be a number .* got half"),
@@ -370,12 +374,29 @@ def test_a_copy_knows_the_number_of_workers() -> None:
 
 
 def test_a_group_that_comes_later_is_settled_too() -> None:
-    """The number of workers is known by then."""
+    """The number of workers is known by then; one that is refused is not added."""
     params = parameters()
     optimizer = AccumAdam(params[:1])
     tell_num_workers(optimizer, 8)
+    with pytest.raises(UserError, match="betas must be two numbers"):
+        optimizer.add_param_group({"params": params[1:], "betas": 0.9})
     optimizer.add_param_group({"params": params[1:]})
     assert [group["window"] for group in optimizer.param_groups] == [4, 4]
+
+
+def test_a_setting_that_is_auto_again_is_settled_at_the_next_step() -> None:
+    """As for a run that one worker began, whose state has no smoothing."""
+    params = parameters()
+    optimizer = SmoothAdam(params)
+    tell_num_workers(optimizer, 1)
+    alone = optimizer.state_dict()
+    later = SmoothAdam(params)
+    tell_num_workers(later, 4)
+    later.load_state_dict(alone)
+    assert later.param_groups[0]["smoothing"] == 0
+    later.param_groups[0]["smoothing"] = "auto"
+    run(later, params, range(1))
+    assert later.param_groups[0]["smoothing"] == 0.6
 
 
 @pytest.mark.parametrize(
@@ -411,6 +432,7 @@ def test_a_second_moment_of_few_windows_is_warned_of(
         (0.95, 0.0, False),
         (0.95, "auto", True),
         (0.99, 0.9916, True),
+        (0.99, 0.999999, True),
     ],
 )
 def test_a_second_moment_of_few_squares_is_warned_of(
@@ -434,6 +456,31 @@ def test_a_second_moment_of_few_squares_is_warned_of(
 def adamw_of_two_groups(params: list[nn.Parameter], **settings: Any) -> torch.optim.AdamW:
     first = {"params": params[:1], "weight_decay": 0.2, "betas": (0.8, 0.98), "name": "first"}
     return torch.optim.AdamW([first, {"params": params[1:], "lr": 0.02}], lr=0.01, **settings)
+
+
+@pytest.mark.parametrize("make", [AccumAdamW.like, SmoothAdamW.like])
+def test_betas_that_are_tensors_become_numbers(make: Any) -> None:
+    """Torch's optimizer takes both."""
+    params, betas = parameters(), (torch.tensor(0.9), torch.tensor(0.99))
+    ours = make(torch.optim.AdamW(params, betas=betas, foreach=False))
+    tell_num_workers(ours, 4)
+    assert ours.param_groups[0]["betas"] == pytest.approx((0.9, 0.99))
+    run(ours, params, range(2))
+
+
+@pytest.mark.parametrize("make", [AccumAdam, SmoothAdam])
+def test_scratch_memory_is_not_on_the_default_device(make: Any) -> None:
+    """It is where parameters are."""
+    params, elsewhere = parameters(), parameters()
+    for each, device in ((params, "cpu"), (elsewhere, "meta")):
+        optimizer = make(each)
+        tell_num_workers(optimizer, 8)
+        for param in each:
+            param.grad = torch.ones_like(param)
+        with torch.device(device):
+            optimizer.step()
+    for a, b in zip(params, elsewhere, strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("num_steps", [0, 4])
@@ -611,7 +658,7 @@ def test_blocks_are_the_update_as_it_is_written(
 
     tensors = Tensors(random(), random(), random(), [t.square() + 0.5 for t in random()])
     if window > 1:
-        tensors = tensors._replace(window_means=random())
+        tensors = tensors._replace(grad_means=random())
     expected, in_blocks = copied(tensors), Blocks()
     for step in range(4, 11):
         update = WindowUpdate(step, window, 0.02, (0.8, 0.97), 1e-6, 0.1, decoupled)
@@ -644,26 +691,33 @@ def test_smoothing_in_blocks_is_the_update_as_it_is_written(
         return [scale * torch.randn(s, generator=generator, dtype=dtype) for s in SHAPES]
 
     grads = random(1e-12)[:2] + [torch.zeros(s, dtype=dtype) for s in SHAPES[2:4]] + random()[4:]
-    tensors = [random(), grads, *([torch.zeros(s, dtype=dtype) for s in SHAPES] for _ in range(3))]
-    expected = [[tensor.clone() for tensor in of_kind] for of_kind in tensors]
+    zeros = ([torch.zeros(s, dtype=dtype) for s in SHAPES] for _ in range(3))
+    tensors = Tensors(random(), grads, *zeros)
+    expected = copied(tensors)
     for step in (1, 2, 10_000):
         update = SmoothUpdate(step, lr, betas, 0.6, 1e-8, weight_decay, decoupled)
         update_(tensors, update)
         update_by_lists_smoothly_(expected, update)
-        torch.testing.assert_close(tensors, expected, rtol=close, atol=close)
+        torch.testing.assert_close([*tensors], [*expected], rtol=close, atol=close)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", [SmoothAdam, SmoothAdamW])
-def test_steps_of_16_bits_are_computed_in_32(kind: Any, dtype: torch.dtype) -> None:
-    """ε is 0 in 16 bits and a gradient may be 0, too: a step is that of 32 bits, rounded once."""
+@pytest.mark.parametrize("in_blocks", [True, False])
+def test_steps_of_16_bits_are_computed_in_32(
+    kind: Any, dtype: torch.dtype, in_blocks: bool
+) -> None:
+    """ε is 0 in 16 bits and a gradient may be 0, too: a step is that of 32 bits, and parameters and
+    moments are rounded once.
+    """
     generator = torch.Generator().manual_seed(1)
-    start = torch.randn(40, generator=generator).to(dtype)
-    start[20:] = 0
+    start = torch.randn(20, 2, generator=generator).to(dtype)
+    start[10:] = 0
+    start = start if in_blocks else start.T
     narrow, wide = nn.Parameter(start.clone()), nn.Parameter(start.float())
     optimizers = [kind([p], lr=0.01, weight_decay=0.1, smoothing=0.8) for p in (narrow, wide)]
     for _ in range(20):
-        grad = (torch.rand(40, generator=generator) > 0.5).to(dtype)
+        grad = (torch.rand(start.shape, generator=generator) > 0.5).to(dtype)
         narrow.grad, wide.grad = grad, grad.float()
         for optimizer in optimizers:
             optimizer.step()

@@ -71,7 +71,7 @@ def test_mistake_in_a_question_is_logged(caplog: pytest.LogCaptureFixture) -> No
     """An error that no store raises gives the default too, and is not silent."""
     assert board().ask(lambda: 1 // 0, otherwise=None) is None
     (logged,) = caplog.records
-    assert logged.getMessage() == "a query for the cause of a failure failed"
+    assert logged.getMessage() == "a query to the store failed"
     assert logged.exc_info is not None
     assert logged.exc_info[0] is ZeroDivisionError
 

@@ -167,7 +167,7 @@ class NoticeBoard:
         except (RuntimeError, TimeoutError):
             return otherwise
         except Exception:
-            _log.exception("a query for the cause of a failure failed")
+            _log.exception("a query to the store failed")
             return otherwise
         finally:
             if answer.done():

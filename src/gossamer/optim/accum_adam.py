@@ -29,8 +29,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
+from gossamer.optim.blocks import Tensors
 from gossamer.optim.local_adam import LocalAdam, check, enough_beta
-from gossamer.optim.window_update import Tensors, WindowUpdate
+from gossamer.optim.window_update import WindowUpdate
 
 Window: TypeAlias = int | Literal["auto"]
 BetasPer: TypeAlias = Literal["step", "window"]
@@ -96,7 +97,7 @@ class _AccumAdam(LocalAdam):
             f"a second moment should average over {_FEWEST_WINDOWS} windows or more, got "
             f"{1 / (1 - beta2):.1f} with beta2 = {group['betas'][1]} per {group['betas_per']} and "
             f"a window of {window}: the noise of single steps outweighs what the window averages; "
-            f"use beta2 >= {enough:g}",
+            f"use beta2 >= {enough}",
             stacklevel=2,
         )
 

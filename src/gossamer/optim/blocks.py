@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,21 +20,31 @@ calls: with a third of it a step takes 1.5 times as long."""
 _PLAIN = (Tensor, nn.Parameter)
 
 
+class Tensors(NamedTuple):
+    """The tensors that a step reads and writes, by parameter."""
+
+    parameters: list[Tensor]
+    grads: list[Tensor]
+    exp_avgs: list[Tensor]
+    exp_avg_sqs: list[Tensor]
+    grad_means: list[Tensor] = []  # noqa: RUF012 - never changed
+    """Means of gradients over steps; empty where the update has none."""
+
+    def at(self, places: Sequence[int]) -> Tensors:
+        """Return the tensors of some parameters."""
+        return Tensors(*([of_kind[i] for i in places] if of_kind else [] for of_kind in self))
+
+
 def block_size(dtype: torch.dtype) -> int:
     """Return the most elements of a block."""
     return _BLOCK_BYTES // dtype.itemsize * torch.get_num_threads()
 
 
-def by_dtype(lists: Sequence[Sequence[Tensor]]) -> tuple[dict[torch.dtype, list[int]], list[int]]:
-    """Return the places, by dtype, of tensors that can be cut into blocks, and of the others.
-
-    Args:
-        lists: a list per kind of tensor, such as parameters and gradients, in one order of places;
-            an empty one for a kind that is not used.
-    """
+def by_dtype(tensors: Tensors) -> tuple[dict[torch.dtype, list[int]], list[int]]:
+    """Return the places, by dtype, of tensors that can be cut into blocks, and of the others."""
     others: list[int] = []
     fitting: defaultdict[torch.dtype, list[int]] = defaultdict(list)
-    for place, each in enumerate(zip(*filter(None, lists), strict=True)):
+    for place, each in enumerate(zip(*filter(None, tensors), strict=True)):
         dtype = each[0].dtype
         # Subclasses, such as DTensor, do not mix with the plain tensors of blocks.
         fits = all(
@@ -42,20 +54,51 @@ def by_dtype(lists: Sequence[Sequence[Tensor]]) -> tuple[dict[torch.dtype, list[
     return fitting, others
 
 
-def cut(lists: Sequence[list[Tensor]], most: int) -> Iterator[list[list[Tensor]]]:
+def cut(tensors: Tensors, most: int) -> Iterator[Tensors]:
     """Yield all elements once, in blocks of at most ``most``: small tensors share, large split."""
     start, num = 0, 0
-    sizes = [tensor.numel() for tensor in lists[0]]
+    sizes = [parameter.numel() for parameter in tensors.parameters]
     for place, size in enumerate([*sizes, most + 1]):  # the last one ends the last block
         if num + size > most and place > start:
-            yield [of_kind[start:place] for of_kind in lists]
+            yield tensors.at(range(start, place))
             start, num = place, 0
         if size > most and place < len(sizes):
-            flat = (of_kind[place].view(-1).split(most) for of_kind in lists)
-            yield from ([[piece] for piece in pieces] for pieces in zip(*flat, strict=True))
+            flat = (of_kind[place].view(-1).split(most) for of_kind in filter(None, tensors))
+            for pieces in zip(*flat, strict=True):
+                yield Tensors(*([piece] for piece in pieces))
             start = place + 1
         else:
             num += size
+
+
+def decayed_(
+    parameters: list[Tensor],
+    grads: list[Tensor],
+    lr: float,
+    weight_decay: float,
+    decoupled: bool,
+) -> list[Tensor]:
+    """Decay the weights: AdamW's in place, Adam's in the gradients that are returned."""
+    if not decoupled:
+        return list(torch._foreach_add(grads, parameters, alpha=weight_decay))
+    torch._foreach_mul_(parameters, 1 - lr * weight_decay)
+    return grads
+
+
+def move_(
+    parameters: list[Tensor],
+    first: list[Tensor] | tuple[Tensor, ...],
+    second: list[Tensor] | tuple[Tensor, ...],
+    count: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+) -> None:
+    """Move parameters by Adam's step along moments that were updated ``count`` times."""
+    denominators = torch._foreach_sqrt(second)
+    torch._foreach_div_(denominators, math.sqrt(1 - betas[1] ** count))
+    torch._foreach_add_(denominators, eps)
+    torch._foreach_addcdiv_(parameters, first, denominators, -lr / (1 - betas[0] ** count))
 
 
 def fused_(  # noqa: PLR0913 - the kernel's scalars

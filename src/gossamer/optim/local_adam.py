@@ -8,9 +8,10 @@ all-reduce would average. A subclass names that setting, and takes the step.
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any, Self
 
 import torch
@@ -30,7 +31,7 @@ _SETTINGS = {"window": "AccumAdam", "betas_per": "AccumAdam", "smoothing": "Smoo
 """Settings beyond Adam's, and whose they are."""
 
 
-class LocalAdam(Optimizer):
+class LocalAdam(Optimizer, ABC):
     """Adam's groups, with a setting that ``"auto"`` derives from the number of workers."""
 
     decoupled: bool
@@ -88,7 +89,7 @@ class LocalAdam(Optimizer):
         group = self.param_groups[-1]
         try:
             self._check_group(group)
-        except UserError:
+        except Exception:
             self.param_groups.pop()
             raise
         self._adopt(group)
@@ -152,11 +153,12 @@ class LocalAdam(Optimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         """Raise on settings, perhaps of torch's Adam, that would mean something else here."""
         lr, betas, eps, weight_decay = (group[name] for name in _OF_ADAM)
-        two = len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
-        check("lr", lr, lr >= 0, "a number >= 0, such as 1e-3")
-        check("betas", betas, two, "two numbers in [0, 1), such as (0.9, 0.999)")
-        check("eps", eps, eps >= 0, "a number >= 0, such as 1e-8")
-        check("weight_decay", weight_decay, weight_decay >= 0, "a number >= 0, such as 0.01")
+        two = isinstance(betas, Sequence) and len(betas) == 2
+        fit = two and all(_is_number(beta) and beta < 1 for beta in betas)
+        check("lr", lr, _is_number(lr), "a number >= 0, such as 1e-3")
+        check("betas", betas, fit, "two numbers in [0, 1), such as (0.9, 0.999)")
+        check("eps", eps, _is_number(eps), "a number >= 0, such as 1e-8")
+        check("weight_decay", weight_decay, _is_number(weight_decay), "a number >= 0, such as 0.01")
         self._check_own(group)
         kind = type(self).__name__.removesuffix("W")
         for name, owner in _SETTINGS.items():
@@ -180,6 +182,7 @@ class LocalAdam(Optimizer):
         """Remove the options of torch's Adam that these optimizers do not have."""
         for name in _OF_TORCH:
             group.pop(name, None)
+        group["betas"] = tuple(map(float, group["betas"]))  # torch's may be tensors
         self._settle(group)
 
     def _settle(self, group: dict[str, Any]) -> None:
@@ -191,6 +194,8 @@ class LocalAdam(Optimizer):
 
     def _check_step(self, group: dict[str, Any]) -> None:
         """Raise if a group cannot take a step."""
+        if group[self._setting] == "auto":
+            self._settle(group)  # somebody may have set it again, after a state of other workers
         if group[self._setting] == "auto":
             raise UserError(
                 f'{self._setting}="auto" needs the number of workers before the first step, got '
@@ -211,6 +216,10 @@ def enough_beta(least: float) -> float:
     """Return a beta, rounded up, whose average is over at least so many values, 1/(1 − beta)."""
     digits = math.ceil(math.log10(least)) + 1
     return math.ceil((1 - 1 / least) * 10**digits) / 10**digits
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real | Tensor) and float(value) >= 0
 
 
 def check(name: str, value: object, valid: bool, required: str) -> None:

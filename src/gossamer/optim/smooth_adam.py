@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, Self, TypeAlias, final
@@ -36,9 +36,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from gossamer.optim.blocks import block_size, by_dtype, cut, fused_
+from gossamer.optim.blocks import Tensors, block_size, by_dtype, cut, decayed_, fused_, move_
 from gossamer.optim.local_adam import LocalAdam, check, enough_beta
-from gossamer.optim.window_update import Tensors, WindowUpdate
+from gossamer.optim.window_update import WindowUpdate
 
 Smoothing: TypeAlias = float | Literal["auto"]
 
@@ -49,9 +49,6 @@ _LAST_PLACE = 2.0**-53
 """The least that can be taken from 1 in double precision."""
 
 _FIRST_STEP = torch.tensor(1.0, device="cpu")
-
-_WIDE = 4
-"""Bytes of a number that steps are computed in."""
 
 _FEWEST_SQUARES = 10
 """Independent squares that the second moment should average over."""
@@ -110,7 +107,7 @@ class _SmoothAdam(LocalAdam):
         warnings.warn(
             f"a second moment should average over {_FEWEST_SQUARES} independent squares or more, "
             f"got {1 / (1 - beta2) / steps_per_square:.1f} with beta2 = {beta2} and a smoothing of "
-            f"{group['smoothing']:.3g}; use beta2 >= {enough_beta(least):g}",
+            f"{group['smoothing']:.3g}; use beta2 >= {enough_beta(least)}",
             stacklevel=2,
         )
 
@@ -131,13 +128,14 @@ class _SmoothAdam(LocalAdam):
         states = [self.state[p] for p in parameters]
         names = ("exp_avg", "exp_avg_sq", *(["smoothed_grad"] if group["smoothing"] else []))
         grads = [p.grad for p in parameters if p.grad is not None]
-        lists = [parameters, grads, *([state[name] for state in states] for name in names)]
+        moments = ([state[name] for state in states] for name in names)
+        tensors = Tensors(parameters, grads, *moments)
         shared = {name: group[name] for name in ("betas", "eps", "weight_decay")}
         shared |= {"step": step, "lr": float(group["lr"]), "decoupled": self.decoupled}
         if group["smoothing"]:
-            update_(lists, SmoothUpdate(smoothing=group["smoothing"], **shared))
+            update_(tensors, SmoothUpdate(smoothing=group["smoothing"], **shared))
         else:
-            self._blocks.update_(Tensors(*lists), WindowUpdate(window=1, **shared))
+            self._blocks.update_(tensors, WindowUpdate(window=1, **shared))
 
 
 @final
@@ -197,50 +195,42 @@ class SmoothUpdate:
 
 
 @torch._disable_dynamo  # as torch's own: a compiler cannot trace a kernel that writes in place
-def update_(tensors: Sequence[list[Tensor]], update: SmoothUpdate) -> None:
-    """Take a step: in blocks that stay in cache where that can be, by whole lists elsewhere.
-
-    Args:
-        tensors: parameters, gradients, both moments, smoothed gradients.
-        update: the scalars.
-    """
+def update_(tensors: Tensors, update: SmoothUpdate) -> None:
+    """Take a step: in blocks that stay in cache where that can be, by whole lists elsewhere."""
     fitting, others = by_dtype(tensors)
     for dtype, places in fitting.items():
         # The kernel decays L2 weights in the gradient of one moment, and smoothing needs it too.
         l2 = update.weight_decay and not update.decoupled
         take = update_by_lists_ if l2 else _update_by_kernel_
-        for block in cut(_at(tensors, places), block_size(dtype)):
+        for block in cut(tensors.at(places), block_size(_wide(dtype))):
             _in_32_bits(take, block, update)
-    if others:
-        _in_32_bits(update_by_lists_, _at(tensors, others), update)
+    narrow = [place for place in others if _is_narrow(tensors.parameters[place].dtype)]
+    for place in narrow:  # one at a time: copies of all would be larger than the model
+        _in_32_bits(update_by_lists_, tensors.at([place]), update)
+    if wide := sorted({*others} - {*narrow}):
+        update_by_lists_(tensors.at(wide), update)
 
 
-def update_by_lists_(tensors: Sequence[list[Tensor]], update: SmoothUpdate) -> None:
+def update_by_lists_(tensors: Tensors, update: SmoothUpdate) -> None:
     """Take a step by the equations, line by line."""
-    parameters, grads, exp_avgs, exp_avg_sqs, smoothed_grads = tensors
-    (beta1, beta2), t = update.betas, update.step
-    if update.weight_decay and update.decoupled:
-        torch._foreach_mul_(parameters, 1 - update.lr * update.weight_decay)
-    elif update.weight_decay:
-        grads = list(torch._foreach_add(grads, parameters, alpha=update.weight_decay))
-    torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
-    _take_second_moment_(grads, exp_avg_sqs, smoothed_grads, update)
-    denominators = torch._foreach_sqrt(exp_avg_sqs)
-    torch._foreach_div_(denominators, math.sqrt(1 - beta2**t))
-    torch._foreach_add_(denominators, update.eps)
-    torch._foreach_addcdiv_(parameters, exp_avgs, denominators, -update.lr / (1 - beta1**t))
+    parameters, grads, exp_avgs, exp_avg_sqs, grad_means = tensors
+    if update.weight_decay:
+        grads = decayed_(parameters, grads, update.lr, update.weight_decay, update.decoupled)
+    torch._foreach_lerp_(exp_avgs, grads, 1 - update.betas[0])
+    _take_second_moment_(grads, exp_avg_sqs, grad_means, update)
+    move_(parameters, exp_avgs, exp_avg_sqs, update.step, update.lr, update.betas, update.eps)
 
 
-def _update_by_kernel_(tensors: Sequence[list[Tensor]], update: SmoothUpdate) -> None:
+def _update_by_kernel_(tensors: Tensors, update: SmoothUpdate) -> None:
     """Take the same step by torch's fused kernel, which takes both moments from one gradient.
 
     A second beta of 1 − δ, with δ a last place, leaves the second moment as it is computed here: it
     gains δ·g², which is nothing beside the (1 − β2)·g² that it has at least. The kernel's bias
     correction at step 1 divides it by δ; rate, ε and decay make up for that.
     """
-    parameters, grads, exp_avgs, exp_avg_sqs, smoothed_grads = tensors
+    parameters, grads, exp_avgs, exp_avg_sqs, grad_means = tensors
     (beta1, beta2), t = update.betas, update.step
-    _take_second_moment_(grads, exp_avg_sqs, smoothed_grads, update)
+    _take_second_moment_(grads, exp_avg_sqs, grad_means, update)
     scale = math.sqrt((1 - beta2**t) / _LAST_PLACE)
     lr_scale = scale * (1 - beta1) / (1 - beta1**t)
     fused_(
@@ -260,33 +250,43 @@ def _update_by_kernel_(tensors: Sequence[list[Tensor]], update: SmoothUpdate) ->
 def _take_second_moment_(
     grads: list[Tensor],
     exp_avg_sqs: list[Tensor],
-    smoothed_grads: list[Tensor],
+    grad_means: list[Tensor],
     update: SmoothUpdate,
 ) -> None:
     beta2, smoothing = update.betas[1], update.smoothing
-    torch._foreach_lerp_(smoothed_grads, grads, 1 - smoothing)
+    torch._foreach_lerp_(grad_means, grads, 1 - smoothing)
     torch._foreach_mul_(exp_avg_sqs, beta2)
     weight = (1 - beta2) / (1 - smoothing**update.step) ** 2
-    torch._foreach_addcmul_(exp_avg_sqs, smoothed_grads, smoothed_grads, weight)
+    torch._foreach_addcmul_(exp_avg_sqs, grad_means, grad_means, weight)
     squares = torch._foreach_mul(grads, grads)
     torch._foreach_mul_(squares, 1 - beta2)
     torch._foreach_maximum_(exp_avg_sqs, squares)
 
 
 def _in_32_bits(
-    take: Callable[[Sequence[list[Tensor]], SmoothUpdate], None],
-    tensors: Sequence[list[Tensor]],
-    update: SmoothUpdate,
+    take: Callable[[Tensors, SmoothUpdate], None], tensors: Tensors, update: SmoothUpdate
 ) -> None:
-    """Take a step of 16-bit tensors on copies, because squares are 0 and rounded in 16 bits."""
-    if all(tensor.dtype.itemsize >= _WIDE for tensor in tensors[0]):
+    """Take a step of 16-bit tensors on copies in 32, because in 16 squares are rounded, or 0.
+
+    What is kept between steps has the dtype of its parameter, as that of torch's Adam: in float16
+    a second moment below 6e-8 is 0.
+    """
+    if not any(_is_narrow(parameter.dtype) for parameter in tensors.parameters):
         take(tensors, update)
         return
-    wide = [[t.float() if t.dtype.itemsize < _WIDE else t for t in of_kind] for of_kind in tensors]
+    wide = Tensors(*([t.to(_wide(t.dtype)) for t in of_kind] for of_kind in tensors))
     take(wide, update)
     for narrow, computed in zip(tensors, wide, strict=True):
-        torch._foreach_copy_(narrow, computed)
+        if narrow is tensors.grads:
+            continue
+        for kept, new in zip(narrow, computed, strict=True):  # DTensor has no _foreach_copy_
+            kept.copy_(new)
 
 
-def _at(tensors: Sequence[list[Tensor]], places: Sequence[int]) -> list[list[Tensor]]:
-    return [[of_kind[place] for place in places] for of_kind in tensors]
+def _is_narrow(dtype: torch.dtype) -> bool:
+    return torch.finfo(dtype).bits < torch.finfo(torch.float32).bits
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that steps are computed in."""
+    return torch.float32 if _is_narrow(dtype) else dtype

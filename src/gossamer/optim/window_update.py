@@ -12,33 +12,17 @@ cache, torch's fused Adam steps on the copies, and the copies are discarded.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
 
-from gossamer.optim.blocks import block_size, by_dtype, cut, fused_
+from gossamer.optim.blocks import Tensors, block_size, by_dtype, cut, decayed_, fused_, move_
 
 _MOST_SHAPES = 1024
 """Bounds the cache of blocks' views, which would grow without limit where the set of parameters
 with gradients keeps changing."""
-
-
-class Tensors(NamedTuple):
-    """The tensors that a step reads and writes, by parameter."""
-
-    parameters: list[Tensor]
-    grads: list[Tensor]
-    exp_avgs: list[Tensor]
-    exp_avg_sqs: list[Tensor]
-    window_means: list[Tensor] = []  # noqa: RUF012 - never changed
-    """Empty where a window is one step."""
-
-    def at(self, places: Sequence[int]) -> Tensors:
-        """Return the tensors of some parameters."""
-        return Tensors(*([of_kind[i] for i in places] if of_kind else [] for of_kind in self))
 
 
 @final
@@ -71,13 +55,10 @@ class WindowUpdate:
 
 def update_by_lists_(tensors: Tensors, update: WindowUpdate) -> None:
     """Take a step by the equations, line by line."""
-    parameters, grads, exp_avgs, exp_avg_sqs, window_means = tensors
+    parameters, grads, exp_avgs, exp_avg_sqs, grad_means = tensors
     beta1, beta2 = update.betas
-    if update.weight_decay and update.decoupled:
-        torch._foreach_mul_(parameters, 1 - update.lr * update.weight_decay)
-    elif update.weight_decay:
-        grads = list(torch._foreach_add(grads, parameters, alpha=update.weight_decay))
-
+    if update.weight_decay:
+        grads = decayed_(parameters, grads, update.lr, update.weight_decay, update.decoupled)
     if update.window == 1:  # in a window of one step the transient moments are committed
         _commit_(exp_avgs, exp_avg_sqs, grads, update)
         first, second = exp_avgs, exp_avg_sqs
@@ -85,17 +66,12 @@ def update_by_lists_(tensors: Tensors, update: WindowUpdate) -> None:
         first = torch._foreach_lerp(exp_avgs, grads, 1 - beta1)
         second = torch._foreach_mul(exp_avg_sqs, beta2)
         torch._foreach_addcmul_(second, grads, grads, 1 - beta2)
-        torch._foreach_add_(window_means, grads, alpha=1 / update.window)
+        torch._foreach_add_(grad_means, grads, alpha=1 / update.window)
 
-    k = update.num_windows
-    denominators = torch._foreach_sqrt(second)
-    torch._foreach_div_(denominators, math.sqrt(1 - beta2**k))
-    torch._foreach_add_(denominators, update.eps)
-    torch._foreach_addcdiv_(parameters, first, denominators, -update.lr / (1 - beta1**k))
-
+    move_(parameters, first, second, update.num_windows, update.lr, update.betas, update.eps)
     if update.window > 1 and update.ends_window:
-        _commit_(exp_avgs, exp_avg_sqs, window_means, update)
-        torch._foreach_zero_(window_means)
+        _commit_(exp_avgs, exp_avg_sqs, grad_means, update)
+        torch._foreach_zero_(grad_means)
 
 
 @final
@@ -113,7 +89,8 @@ class Blocks:
     def update_(self, tensors: Tensors, update: WindowUpdate) -> None:
         """Take a step."""
         fitting, others = by_dtype(tensors)
-        count = torch.tensor(float(update.num_windows))  # once for all blocks
+        # Once for all blocks; as for all memory here, whatever the default device is.
+        count = torch.tensor(float(update.num_windows), device="cpu")
         for places in fitting.values():
             if update.window == 1:
                 _fused_(tensors.at(places), update, update.weight_decay, count)
@@ -126,7 +103,7 @@ class Blocks:
         dtype = tensors.parameters[0].dtype
         most = block_size(dtype)
         decoupled = update.weight_decay if update.decoupled else 0.0
-        for parameters, grads, exp_avgs, exp_avg_sqs, window_means in cut(tensors, most):
+        for parameters, grads, exp_avgs, exp_avg_sqs, grad_means in cut(tensors, most):
             copies = self._copies_of(parameters, dtype, most)
             if update.weight_decay and not update.decoupled:
                 torch._foreach_copy_(copies.grads, grads)
@@ -135,10 +112,10 @@ class Blocks:
             torch._foreach_copy_(copies.moments, [*exp_avgs, *exp_avg_sqs])
             transient = Tensors(parameters, grads, copies.exp_avgs, copies.exp_avg_sqs)
             _fused_(transient, update, decoupled, count)
-            torch._foreach_add_(window_means, grads, alpha=1 / update.window)
+            torch._foreach_add_(grad_means, grads, alpha=1 / update.window)
             if update.ends_window:
-                _commit_(exp_avgs, exp_avg_sqs, window_means, update)
-                torch._foreach_zero_(window_means)
+                _commit_(exp_avgs, exp_avg_sqs, grad_means, update)
+                torch._foreach_zero_(grad_means)
 
     def _copies_of(self, tensors: list[Tensor], dtype: torch.dtype, most: int) -> _Copies:
         """Return scratch memory in the shapes of a block; cached, as every step needs the same."""
@@ -147,7 +124,9 @@ class Blocks:
         if key not in self._copies:
             if len(self._copies) >= _MOST_SHAPES:
                 self._copies.clear()
-            rows = self._memory.setdefault((dtype, most), torch.empty(3, most, dtype=dtype))
+            if (dtype, most) not in self._memory:
+                self._memory[dtype, most] = torch.empty(3, most, dtype=dtype, device="cpu")
+            rows = self._memory[dtype, most]
             sizes = [shape.numel() for shape in shapes]
             kinds = [
                 [flat.view(shape) for flat, shape in zip(row.split(sizes), shapes, strict=True)]
