@@ -14,11 +14,13 @@ Prints, for every setting, each method at its best rate, and its paired differen
 in the same setting: in percent of a loss, in the metric itself where more is better. With
 ``--field``, the difference from the method that has the defaults of these fields and is otherwise
 the same: from ``ring`` in full precision for ``ring`` in 8 bits. With ``--pooled``, one row per
-method for all settings together, whose pairs count as independent.
+method for all settings together that it shares with the reference, whose pairs count as
+independent: rows are comparable where they have as many settings.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -158,13 +160,14 @@ def _from_file(path: Path) -> list[Result]:
     ]
 
 
+def counted(results: Iterable[Result]) -> list[Result]:
+    """Return the runs that are no trials and have a result."""
+    return [result for result in results if not result.is_trial and result.final is not None]
+
+
 def kept(results: Iterable[Result]) -> list[Kept]:
-    """Return the runs that are no trials and have a result, as ``benchmarks.claims`` takes them."""
-    return [
-        (result.spec, result.final, result.facts)
-        for result in results
-        if not result.is_trial and result.final is not None
-    ]
+    """Return the runs that count, as ``benchmarks.claims`` takes them."""
+    return [(run.spec, run.final, run.facts) for run in counted(results) if run.final is not None]
 
 
 def varied(results: Sequence[Result]) -> list[str]:
@@ -245,7 +248,7 @@ def compare(
     The reference is all-reduce, of several in a setting the best; with ``fields``, the method that
     has their defaults; or the method with the name ``method``.
     """
-    final = [result for result in results if not result.is_trial and result.final is not None]
+    final = counted(results)
     axes = varied(final)
     rows: list[Compared] = []
     for setting in sorted({_setting(result.spec, axes) for result in final}):
@@ -261,7 +264,7 @@ def compare(
 
 def table(results: Sequence[Result], fields: Sequence[str] = (), method: str = "") -> str:
     """Return the result of ``compare`` as Markdown."""
-    axes = varied([result for result in results if not result.is_trial])
+    axes = varied(counted(results))
     beside = method or ("the default" if fields else "all-reduce")
     heads = [*axes, "method", "rate", "seeds", "mean", f"from {beside}", "95 % interval", "p"]
     rows = [
@@ -273,23 +276,34 @@ def table(results: Sequence[Result], fields: Sequence[str] = (), method: str = "
 
 def pooled_table(results: Sequence[Result], method: str = "") -> str:
     """Return each method's paired difference from the reference over all settings, as Markdown."""
-    final = [result for result in results if not result.is_trial and result.final is not None]
+    final = counted(results)
+    if len({_more_is_better([run]) for run in final}) > 1:
+        raise UserError(
+            "--pooled needs settings of one kind, got losses, whose differences are in percent, "
+            "and metrics; pass files of one kind"
+        )
     axes = varied(final)
-    differences: dict[str, list[float]] = {}
+    differences: dict[str, list[list[float]]] = {}
     for setting in sorted({_setting(result.spec, axes) for result in final}):
         own = [result for result in final if _setting(result.spec, axes) == setting]
         reference = method or _best_all_reduce(own)
         by_seed = _by_seed(r for r in own if r.spec.method == reference)
         for name in {r.spec.method for r in own} - {reference}:
             runs = [result for result in own if result.spec.method == name]
-            differences.setdefault(name, []).extend(_differences(runs, by_seed))
-    heads = ["method", "pairs", f"from {method or 'all-reduce'}", "95 % interval"]
+            if pairs := _differences(runs, by_seed):
+                differences.setdefault(name, []).append(pairs)
+    if not differences:
+        raise UserError(
+            f"--pooled needs methods with seeds of {method or 'all-reduce'} in the same setting, "
+            "got none; name another method with --reference"
+        )
+    heads = ["method", "settings", "pairs", f"from {method or 'all-reduce'}", "95 % interval"]
     unit = "" if _more_is_better(final) else " %"
     rows: list[list[Any]] = []
-    for name, values in sorted(differences.items()):
-        mean, low, high, pairs = interval(values)
+    for name, by_setting in sorted(differences.items()):
+        mean, low, high, pairs = interval(list(itertools.chain(*by_setting)))
         ends = "–" if low is None or high is None else f"{low:+.2f} to {high:+.2f}"
-        rows.append([name, pairs, f"{mean:+.2f}{unit}", ends])
+        rows.append([name, len(by_setting), pairs, f"{mean:+.2f}{unit}", ends])
     return "\n".join([_line(heads), f"|{'---|' * len(heads)}", *map(_line, rows)])
 
 
@@ -399,6 +413,13 @@ def _names(paths: Sequence[Path]) -> str:
     return " and ".join(map(str, paths))
 
 
+def _check_fields(fields: Sequence[str]) -> None:
+    if unknown := set(fields) - set(RunSpec.model_fields):
+        name = min(unknown)
+        known = nearest(name, RunSpec.model_fields)
+        raise UserError(f"--field must name a field of a run, got {name!r}; {known}")
+
+
 def main(
     paths: Annotated[
         list[Path], typer.Argument(help="Folders of gossamer bench run, or files of this command.")
@@ -423,12 +444,11 @@ def main(
 ) -> None:
     """Print the results of an experiment, and write them to a file."""
     fields = field or []
-    if unknown := set(fields) - set(RunSpec.model_fields):
-        name = min(unknown)
-        known = nearest(name, RunSpec.model_fields)
-        raise UserError(f"--field must name a field of a run, got {name!r}; {known}")
+    _check_fields(fields)
     if len(paths) > 1 and (out is not None or steps is not None):
         raise UserError(f"--out and --steps need one folder or file, got {len(paths)}; write each")
+    if pooled and (fields or graphs):
+        raise UserError("--pooled compares with one method, got --field or --graphs; leave it out")
     results = _of_all(paths)
     methods = {result.spec.method: None for result in results}
     if reference and reference not in methods:

@@ -17,7 +17,7 @@ import polars as pl
 import typer
 
 from benchmarks.claims import observed, tested
-from benchmarks.evidence import Compared, Result, compare, kept, read, varied
+from benchmarks.evidence import Compared, Result, compare, counted, kept, read, varied
 from gossamer.bench.analysis import MEASURES, PHASES
 from gossamer.charts.page import save, subplots
 from gossamer.charts.theme import PALETTE, REFERENCE
@@ -60,14 +60,14 @@ def main(
 def _figures(path: Path) -> list[tuple[str, Any]]:
     if path.stem.endswith(_STEPS):
         return [("", distances(pl.read_csv(path), path.stem.removesuffix(_STEPS)))]
-    results = [r for r in read(path) if not r.is_trial and r.final is not None]
+    results = counted(read(path))
     if path.stem.startswith(_GRAPHS):
         found = tested(observed(kept(results)))
-        figures = [
-            ("_connections", connections(results, path.stem)),
-            ("_dispersion", correlations(found, path.stem)),
-        ]
-        if not found.is_empty():  # it is where graphs are few
+        if not found.is_empty():  # few graphs are compared as methods are, below
+            figures = [
+                ("_connections", connections(results, path.stem)),
+                ("_dispersion", correlations(found, path.stem)),
+            ]
             return [(ending, figure) for ending, figure in figures if figure is not None]
     if path.stem.startswith(_PHASES):
         rows, beside = compare(results, method=_EXACT), "exact averages"

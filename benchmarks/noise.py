@@ -29,20 +29,20 @@ class Moments:
 
     def __init__(self, workers: int, betas: tuple[float, float]) -> None:
         smoothing = {"own": 0.0, "smoothed": auto_smoothing(workers), "mean": 0.0}
-        self._zeros = {kind: nn.Parameter(torch.empty(0)) for kind in smoothing}
+        self._moved = {kind: nn.Parameter(torch.empty(0)) for kind in smoothing}
         # A rate of one: from zero, parameters come to the negative update.
         self._optimizers = {
-            kind: SmoothAdam([self._zeros[kind]], 1.0, betas, smoothing=smoothing[kind])
+            kind: SmoothAdam([self._moved[kind]], 1.0, betas, smoothing=smoothing[kind])
             for kind in smoothing
         }
 
     def observe(self, grads_WN: Tensor) -> None:
         """Count one step's gradients."""
         for kind, optimizer in self._optimizers.items():
-            zeros = self._zeros[kind]
+            moved = self._moved[kind]
             grads = grads_WN.mean(0, keepdim=True) if kind == "mean" else grads_WN
-            zeros.data = torch.zeros_like(grads)
-            zeros.grad = grads.clone()
+            moved.data = torch.zeros_like(grads)
+            moved.grad = grads.clone()
             optimizer.step()
 
     def quartiles(self, kind: str) -> list[float]:
@@ -55,10 +55,10 @@ class Moments:
 
     def update(self, kind: str) -> float:
         """Return the root mean square of the mean of all workers' updates."""
-        return float(self._zeros[kind].data.mean(0).square().mean().sqrt())
+        return float(self._moved[kind].data.mean(0).square().mean().sqrt())
 
     def _second_moment(self, kind: str) -> Tensor:
-        return self._optimizers[kind].state[self._zeros[kind]]["exp_avg_sq"]
+        return self._optimizers[kind].state[self._moved[kind]]["exp_avg_sq"]
 
 
 def main(
