@@ -14,13 +14,12 @@ Prints, for every setting, each method at its best rate, and its paired differen
 in the same setting: in percent of a loss, in the metric itself where more is better. With
 ``--field``, the difference from the method that has the defaults of these fields and is otherwise
 the same: from ``ring`` in full precision for ``ring`` in 8 bits. With ``--pooled``, one row per
-method for all settings together that it shares with the reference, whose pairs count as
-independent: rows are comparable where they have as many settings.
+method for all settings together that it shares with the reference, seed by seed: rows are
+comparable where they have as many settings.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -65,8 +64,9 @@ step, seconds in steps, and the dispersion of norms over replicas in each third 
 _MOST_STEPS = 60
 """The most steps that are stored of a run."""
 
-_FEW_SEEDS = 4
-"""With at least so many seeds the noise of a difference is estimated from itself."""
+_OWN_NOISE = 3
+"""With at least so many seeds the noise of a difference is estimated from itself; with fewer from
+all methods of a setting, which is right only as far as their noise is alike."""
 
 
 class Result(NamedTuple):
@@ -275,7 +275,10 @@ def table(results: Sequence[Result], fields: Sequence[str] = (), method: str = "
 
 
 def pooled_table(results: Sequence[Result], method: str = "") -> str:
-    """Return each method's paired difference from the reference over all settings, as Markdown."""
+    """Return each method's paired difference from the reference over all settings, as Markdown.
+
+    Seeds are the units: settings share them, and may share runs of the reference.
+    """
     final = counted(results)
     if len({_more_is_better([run]) for run in final}) > 1:
         raise UserError(
@@ -283,7 +286,7 @@ def pooled_table(results: Sequence[Result], method: str = "") -> str:
             "and metrics; pass files of one kind"
         )
     axes = varied(final)
-    differences: dict[str, list[list[float]]] = {}
+    differences: dict[str, list[dict[int, float]]] = {}
     for setting in sorted({_setting(result.spec, axes) for result in final}):
         own = [result for result in final if _setting(result.spec, axes) == setting]
         reference = method or _best_all_reduce(own)
@@ -297,13 +300,17 @@ def pooled_table(results: Sequence[Result], method: str = "") -> str:
             f"--pooled needs methods with seeds of {method or 'all-reduce'} in the same setting, "
             "got none; name another method with --reference"
         )
-    heads = ["method", "settings", "pairs", f"from {method or 'all-reduce'}", "95 % interval"]
+    heads = ["method", "settings", "seeds", f"from {method or 'all-reduce'}", "95 % interval"]
     unit = "" if _more_is_better(final) else " %"
     rows: list[list[Any]] = []
-    for name, by_setting in sorted(differences.items()):
-        mean, low, high, pairs = interval(list(itertools.chain(*by_setting)))
-        ends = "–" if low is None or high is None else f"{low:+.2f} to {high:+.2f}"
-        rows.append([name, len(by_setting), pairs, f"{mean:+.2f}{unit}", ends])
+    for name, settings in sorted(differences.items()):
+        seeds = set.intersection(*({*pairs} for pairs in settings))
+        means = [statistics.fmean(pairs[seed] for pairs in settings) for seed in sorted(seeds)]
+        ends, mean = "–", "–"
+        if means:
+            gap = interval(means)
+            mean, ends = f"{gap.mean:+.2f}{unit}", _ends(gap, ".2f")
+        rows.append([name, len(settings), len(seeds), mean, ends])
     return "\n".join([_line(heads), f"|{'---|' * len(heads)}", *map(_line, rows)])
 
 
@@ -368,22 +375,25 @@ def _gap(
     """Return the paired difference from the reference, its p and its unit."""
     more_is_better = _more_is_better(runs)
     unit = "" if more_is_better else " %"
-    differences = _differences(runs, reference)
+    differences = [*_differences(runs, reference).values()]
     if not differences:
         return None, None, unit
-    if len(differences) >= _FEW_SEEDS:
+    if len(differences) >= _OWN_NOISE:
         known = None
     elif known is not None and not more_is_better:
         known = known._replace(variance=100**2 * known.variance)
     return interval(differences, known), p_value(differences, known), unit
 
 
-def _differences(runs: Sequence[Result], reference: dict[int, float]) -> list[float]:
+def _differences(runs: Sequence[Result], reference: dict[int, float]) -> dict[int, float]:
+    """Return by seed what is between a method and the reference."""
     own, more_is_better = _by_seed(runs), _more_is_better(runs)
-    return [
-        own[seed] - reference[seed] if more_is_better else 100 * (own[seed] / reference[seed] - 1)
+    return {
+        seed: own[seed] - reference[seed]
+        if more_is_better
+        else 100 * (own[seed] / reference[seed] - 1)
         for seed in sorted(own.keys() & reference.keys())
-    ]
+    }
 
 
 def _more_is_better(runs: Sequence[Result]) -> bool:
@@ -394,10 +404,14 @@ def _cells(row: Compared) -> list[str]:
     mean = f"{statistics.fmean(_by_seed(row.runs).values()):.4g}"
     if row.gap is None:
         return [mean, "–", "–", "–"]
-    low, high = row.gap.low, row.gap.high
-    ends = "–" if low is None or high is None else f"{low:+.2g} to {high:+.2g}"
     p = "–" if row.p is None else f"{row.p:.2g}"
-    return [mean, f"{row.gap.mean:+.2g}{row.unit}", ends, p]
+    return [mean, f"{row.gap.mean:+.2g}{row.unit}", _ends(row.gap, ".2g"), p]
+
+
+def _ends(gap: Interval, digits: str) -> str:
+    if gap.low is None or gap.high is None:
+        return "–"
+    return f"{gap.low:+{digits}} to {gap.high:+{digits}}"
 
 
 def _of_all(paths: Sequence[Path]) -> list[Result]:
