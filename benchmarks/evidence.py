@@ -65,8 +65,13 @@ _MOST_STEPS = 60
 """The most steps that are stored of a run."""
 
 _OWN_NOISE = 3
-"""With at least so many seeds the noise of a difference is estimated from itself; with fewer from
-all methods of a setting, which is right only as far as their noise is alike."""
+"""With at least so many seeds the noise of a difference is estimated from itself. With fewer, or
+where seeds do not differ, as accuracies on few samples may, it is estimated from all methods of a
+setting, which is right as far as their noise is alike."""
+
+
+_EQUAL = 1e-9
+"""Differences that deviate by less are equal."""
 
 
 class Result(NamedTuple):
@@ -378,7 +383,7 @@ def _gap(
     differences = [*_differences(runs, reference).values()]
     if not differences:
         return None, None, unit
-    if len(differences) >= _OWN_NOISE:
+    if len(differences) >= _OWN_NOISE and statistics.pstdev(differences) > _EQUAL:
         known = None
     elif known is not None and not more_is_better:
         known = known._replace(variance=100**2 * known.variance)
