@@ -37,6 +37,12 @@ _PHASES = "consensus"
 _EXACT = "D_complete"
 """What phases are compared with: those that are not controlled average exactly."""
 
+_SYMBOLS = {
+    **{"ring": "circle", "lattice": "circle", "torus": "square", "random_regular": "diamond"},
+    **{"exponential": "triangle-up", "hypercube": "triangle-up", "complete": "star"},
+}
+"""Marks of kinds of graphs; that of others is a cross."""
+
 _MARGIN = {"l": 10, "r": 20, "t": 50, "b": 50}
 
 
@@ -103,9 +109,10 @@ def differences(rows: list[Compared], axes: list[str], title: str, beside: str) 
         )
     figure.add_vline(x=0, line_color=REFERENCE)
     unit = "percent of its loss" if told[0].unit else "accuracy"
+    seen = any(row.gap is not None and row.gap.low is not None for row in told)
     figure.update_layout(
         margin=_MARGIN,
-        title=f"{title}: difference from {beside}, 95 % intervals over seeds",
+        title=f"{title}: difference from {beside}, {'95 % intervals' if seen else 'one seed'}",
         xaxis_title=f"{unit}; {'less' if told[0].unit else 'more'} is better",
         yaxis={"tickvals": list(range(len(methods))), "ticktext": methods, "autorange": "reversed"},
         showlegend=len(settings) > 1,
@@ -117,7 +124,8 @@ def differences(rows: list[Compared], axes: list[str], title: str, beside: str) 
 
 def connections(results: list[Result], title: str) -> Any:
     """Return results against the size of a worker's neighbourhood: a point per method, a colour per
-    scale, a panel per setting; None where no run of gossip has its connections.
+    scale, a mark per kind of graph, a panel per setting; None where no run of gossip has its
+    connections.
     """
     results = [r for r in results if r.spec.topology != CENTRALIZED and "connections" in r.facts]
     if not results:
@@ -158,23 +166,42 @@ def connections(results: list[Result], title: str) -> Any:
                 y=[point[1] for point in points],
                 text=[point[2] for point in points],
                 mode="markers",
-                marker={"color": PALETTE[place % len(PALETTE)], "size": 8},
+                marker={
+                    "color": PALETTE[place % len(PALETTE)],
+                    "symbol": [_symbol(point[2]) for point in points],
+                    "size": 8,
+                },
                 name=f"{scale} workers",
                 showlegend=scale not in told,
                 row=number // cols + 1,
                 col=number % cols + 1,
             )
             told.add(scale)
+    kinds: dict[str, list[str]] = {}
+    for kind in dict.fromkeys(_kind(r.spec.method) for r in results):
+        kinds.setdefault(_SYMBOLS.get(kind, "cross"), []).append(kind.replace("_", " "))
+    for symbol, names in kinds.items():
+        marker = {"color": REFERENCE, "symbol": symbol, "size": 8}
+        figure.add_scatter(x=[None], y=[None], mode="markers", marker=marker, name=", ".join(names))
     figure.update_xaxes(type="log", dtick=0.30103)
     figure.update_xaxes(title="a worker and those it hears per step", row=rows)
     figure.update_yaxes(title=results[0].spec.make_workload().metric_name, col=1)
     figure.update_layout(
         margin={**_MARGIN, "t": 70},
-        title=f"{title}: a point per method, mean over seeds",
-        width=860,
+        title=f"{title}: a point per graph, mean over seeds",
+        width=960,
         height=120 + 280 * rows,
     )
     return figure
+
+
+def _kind(method: str) -> str:
+    """Return the kind of a method's graph: lattice of D_lattice(k=4)."""
+    return method.removeprefix("D_").partition("(")[0]
+
+
+def _symbol(method: str) -> str:
+    return _SYMBOLS.get(_kind(method), "cross")
 
 
 def correlations(found: pl.DataFrame, title: str) -> Any:
