@@ -319,6 +319,29 @@ def pooled_table(results: Sequence[Result], method: str = "") -> str:
     return "\n".join([_line(heads), f"|{'---|' * len(heads)}", *map(_line, rows)])
 
 
+def dispersion_table(results: Sequence[Result]) -> str:
+    """Return the coefficient of variation of norms over replicas, from the smallest, as Markdown.
+
+    It is the mean over tensors and seeds, in each third of training.
+    """
+    names = [f"{phase} coefficient_of_variation" for phase in PHASES]
+    gossiping = [r for r in counted(results) if r.facts.keys() >= {*names}]
+    if not gossiping:
+        raise UserError("--dispersion needs runs whose norms were recorded, got none; leave it out")
+    axes = varied(gossiping)
+    cells: dict[tuple[Any, ...], list[Result]] = {}
+    for run in gossiping:
+        cells.setdefault((*_setting(run.spec, axes), run.spec.method), []).append(run)
+    means = {
+        key: [statistics.fmean(run.facts[name] for run in runs) for name in names]
+        for key, runs in cells.items()
+    }
+    ordered = sorted(means, key=lambda key: (key[:-1], means[key][0]))
+    heads = [*axes, "method", *PHASES]
+    rows = [[*key, *(f"{mean:.2g}" for mean in means[key])] for key in ordered]
+    return "\n".join([_line(heads), f"|{'---|' * len(heads)}", *map(_line, rows)])
+
+
 def _best_all_reduce(runs: Sequence[Result]) -> str:
     """Return the name of all-reduce, of several that with the best mean; empty without any."""
     results: dict[str, list[float]] = {}
@@ -457,6 +480,10 @@ def main(
     graphs: Annotated[
         int, typer.Option(help="Say what would have been seen with so many of the graphs.")
     ] = 0,
+    dispersion: Annotated[
+        bool,
+        typer.Option("--dispersion", help="Print how far replicas differ, by third of training."),
+    ] = False,
     pooled: Annotated[
         bool, typer.Option("--pooled", help="Print a row per method for all settings together.")
     ] = False,
@@ -479,8 +506,8 @@ def main(
         write(results, out)
     if steps is not None:
         write_steps(paths[0], steps)
-    if pooled:
-        print(pooled_table(results, reference))
+    if pooled or dispersion:
+        print(pooled_table(results, reference) if pooled else dispersion_table(results))
         return
     print(table(results, fields, reference))
     if graphs:

@@ -318,6 +318,29 @@ def test_what_cannot_be_pooled_is_refused_or_left_out() -> None:
         evidence.main([Path("digits.csv")], field=["wire"], pooled=True)
 
 
+def test_methods_are_in_the_order_of_their_dispersion() -> None:
+    """Means over seeds, by setting; runs whose norms were not recorded are left out."""
+    phases = ("early", "middle", "late")
+    results = [
+        evidence.Result(
+            spec_of(method, 16, seed),
+            0.9,
+            "",
+            "",
+            {f"{phase} coefficient_of_variation": spread + seed for phase in phases},
+        )
+        for method, spread in (("D_ring", 3.0), ("D_torus", 1.0))
+        for seed in (0, 1)
+    ]
+    table = evidence.dispersion_table([*results, evidence.Result(spec_of("D_star"), 0.9, "", "")])
+    assert table.splitlines()[2:] == [
+        "| D_torus | 1.5 | 1.5 | 1.5 |",
+        "| D_ring | 3.5 | 3.5 | 3.5 |",
+    ]
+    with pytest.raises(UserError, match="--dispersion needs runs whose norms were recorded"):
+        evidence.dispersion_table(results[:0])
+
+
 def test_a_run_without_a_result_adds_no_column() -> None:
     """Of a setting in which all runs diverged nothing is said."""
     results = [
