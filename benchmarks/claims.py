@@ -38,7 +38,7 @@ def claims(kept: Sequence[Kept]) -> str:
         return ""
     scale = found.filter(pl.col("observation") == "scale", pl.col("rho").is_not_null())
     rows = pl.concat([scale, told]).iter_rows(named=True)
-    return _markdown(_HEADS, map(_cells, rows))
+    return markdown(_HEADS, map(_cells, rows))
 
 
 def of_fewer(kept: Sequence[Kept], num_graphs: int, most: int = 60) -> str:
@@ -94,7 +94,7 @@ def of_fewer(kept: Sequence[Kept], num_graphs: int, most: int = 60) -> str:
         ]
         for row in table.rows()
     ]
-    return _markdown(
+    return markdown(
         ["observation", "setting", "lowest ρ", "median", "highest", f"p < 0.05 of {told}"], lines
     )
 
@@ -169,9 +169,10 @@ def _in_words(parts: Iterable[str | None]) -> str:
     return ", ".join(part.replace("_", " ") for part in parts if part)
 
 
-def _markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = (heads, ["---"] * len(heads), *rows)
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+def markdown(heads: Sequence[str], rows: Iterable[Iterable[Any]]) -> str:
+    """Return a table."""
+    head, *lines = [f"| {' | '.join(map(str, cells))} |" for cells in (heads, *rows)]
+    return "\n".join([head, f"|{'---|' * len(heads)}", *lines])
 
 
 _RUNS: dict[str, Any] = {

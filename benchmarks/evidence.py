@@ -31,7 +31,7 @@ from typing import Annotated, Any, NamedTuple
 import polars as pl
 import typer
 
-from benchmarks.claims import Kept, claims, of_fewer
+from benchmarks.claims import Kept, claims, markdown, of_fewer
 from gossamer.bench import experiment as experiments
 from gossamer.bench.analysis import MEASURES, PHASES
 from gossamer.bench.analysis.observations import phase_dispersion, run_dispersion
@@ -256,8 +256,7 @@ def compare(
     final = counted(results)
     axes = varied(final)
     rows: list[Compared] = []
-    for setting in sorted({_setting(result.spec, axes) for result in final}):
-        own = [result for result in final if _setting(result.spec, axes) == setting]
+    for setting, own in _by_setting(final, axes).items():
         known = _noise(own)
         reference = method if method or fields else _best_all_reduce(own)
         for _, name in sorted({(r.spec.topology != CENTRALIZED, r.spec.method) for r in own}):
@@ -276,7 +275,7 @@ def table(results: Sequence[Result], fields: Sequence[str] = (), method: str = "
         [*row.setting, row.method, _rate(row.runs), len(row.runs), *_cells(row)]
         for row in compare(results, fields, method)
     ]
-    return "\n".join([_line(heads), f"|{'---|' * len(heads)}", *map(_line, rows)])
+    return markdown(heads, rows)
 
 
 def pooled_table(results: Sequence[Result], method: str = "") -> str:
@@ -290,10 +289,8 @@ def pooled_table(results: Sequence[Result], method: str = "") -> str:
             "--pooled needs settings of one kind, got losses, whose differences are in percent, "
             "and metrics; pass files of one kind"
         )
-    axes = varied(final)
     differences: dict[str, list[dict[int, float]]] = {}
-    for setting in sorted({_setting(result.spec, axes) for result in final}):
-        own = [result for result in final if _setting(result.spec, axes) == setting]
+    for own in _by_setting(final, varied(final)).values():
         reference = method or _best_all_reduce(own)
         by_seed = _by_seed(r for r in own if r.spec.method == reference)
         for name in {r.spec.method for r in own} - {reference}:
@@ -316,7 +313,7 @@ def pooled_table(results: Sequence[Result], method: str = "") -> str:
             gap = interval(means)
             mean, ends = f"{gap.mean:+.2f}{unit}", _ends(gap, ".2f")
         rows.append([name, len(settings), len(seeds), mean, ends])
-    return "\n".join([_line(heads), f"|{'---|' * len(heads)}", *map(_line, rows)])
+    return markdown(heads, rows)
 
 
 def dispersion_table(results: Sequence[Result]) -> str:
@@ -339,7 +336,7 @@ def dispersion_table(results: Sequence[Result]) -> str:
     ordered = sorted(means, key=lambda key: (key[:-1], means[key][0]))
     heads = [*axes, "method", *PHASES]
     rows = [[*key, *(f"{mean:.2g}" for mean in means[key])] for key in ordered]
-    return "\n".join([_line(heads), f"|{'---|' * len(heads)}", *map(_line, rows)])
+    return markdown(heads, rows)
 
 
 def _best_all_reduce(runs: Sequence[Result]) -> str:
@@ -348,7 +345,7 @@ def _best_all_reduce(runs: Sequence[Result]) -> str:
     for run in runs:
         if run.spec.topology == CENTRALIZED and run.final is not None:
             results.setdefault(run.spec.method, []).append(run.final)
-    best = max if runs[0].spec.make_workload().higher_is_better else min
+    best = max if _more_is_better(runs) else min
     return best(results, key=lambda name: statistics.fmean(results[name]), default="")
 
 
@@ -363,12 +360,18 @@ def _is_reference(spec: RunSpec, of: RunSpec, fields: Sequence[str], method: str
     return spec == plain
 
 
-def _line(cells: Iterable[Any]) -> str:
-    return f"| {' | '.join(map(str, cells))} |"
-
-
 def _setting(spec: RunSpec, fields: Sequence[str]) -> tuple[Any, ...]:
     return tuple(getattr(spec, name) for name in fields)
+
+
+def _by_setting(
+    results: Sequence[Result], fields: Sequence[str]
+) -> dict[tuple[Any, ...], list[Result]]:
+    """Return the runs of each setting, in the order of settings."""
+    found: dict[tuple[Any, ...], list[Result]] = {}
+    for result in sorted(results, key=lambda result: _setting(result.spec, fields)):
+        found.setdefault(_setting(result.spec, fields), []).append(result)
+    return found
 
 
 def _by_seed(results: Iterable[Result]) -> dict[int, float]:
@@ -393,7 +396,7 @@ def _noise(runs: Sequence[Result]) -> Noise | None:
     seeds = sorted(set.intersection(*({*own} for own in results))) if results else []
     if len(seeds) < 2:
         return None
-    as_compared = float if runs[0].spec.make_workload().higher_is_better else math.log
+    as_compared = float if _more_is_better(runs) else math.log
     return noise([[as_compared(own[seed]) for seed in seeds] for own in results])
 
 

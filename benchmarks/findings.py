@@ -168,7 +168,7 @@ def connections(results: list[Result], title: str) -> Any:
                 mode="markers",
                 marker={
                     "color": PALETTE[place % len(PALETTE)],
-                    "symbol": [_symbol(point[2]) for point in points],
+                    "symbol": [_symbol(_kind(point[2])) for point in points],
                     "size": 8,
                 },
                 name=f"{scale} workers",
@@ -179,7 +179,7 @@ def connections(results: list[Result], title: str) -> Any:
             told.add(scale)
     kinds: dict[str, list[str]] = {}
     for kind in dict.fromkeys(_kind(r.spec.method) for r in results):
-        kinds.setdefault(_SYMBOLS.get(kind, "cross"), []).append(kind.replace("_", " "))
+        kinds.setdefault(_symbol(kind), []).append(kind.replace("_", " "))
     for symbol, names in kinds.items():
         marker = {"color": REFERENCE, "symbol": symbol, "size": 8}
         figure.add_scatter(x=[None], y=[None], mode="markers", marker=marker, name=", ".join(names))
@@ -200,8 +200,8 @@ def _kind(method: str) -> str:
     return method.removeprefix("D_").partition("(")[0]
 
 
-def _symbol(method: str) -> str:
-    return _SYMBOLS.get(_kind(method), "cross")
+def _symbol(kind: str) -> str:
+    return _SYMBOLS.get(kind, "cross")
 
 
 def correlations(found: pl.DataFrame, title: str) -> Any:
